@@ -41,7 +41,7 @@ class Looped:
 
 def looped(module, mode, weights, x, start, reset, passes):
     assert passes == 3
-    cell, xs = module._cell(weights), module._cell_type().project(x, weights)
+    cell, xs = module._cell(weights), module._cell_type.project(x, weights)
     states, z = [], module._nested(start)
     for at in range(len(xs)):
         if reset is not None:

@@ -9,7 +9,7 @@ import torch
 import deeppcr
 from deeppcr import ConvergenceError, ConvergenceWarning, Jacobi, Newton, Picard, Result, ScalarJacobian
 from deeppcr.graphs import record
-from deeppcr.linear import Auto, Diagonal, ForwardSubstitution, Scalar, solve
+from deeppcr.linear import Auto, Diagonal, ForwardSubstitution, Scalar, solve, solve_coupled
 from deeppcr.newton.certificate import error_by_products, is_foreseen, small_change
 from deeppcr.sequence import Sequence
 from kernel_support import thorough
@@ -143,6 +143,16 @@ def test_a_result_between_rounding_and_the_loop():
     assert [each.severity for each in order] == sorted(each.severity for each in order)
 
 
+def error_of(push, rounding, residual, blocks, rounds):
+    """In one process: before the first chunk there is no error, and nobody else measures anything."""
+
+    def by_blocks(missing):
+        return solve_coupled(blocks[1:], missing, reverse=False, solver=Auto())
+
+    alone = lambda errors, **measures: (torch.zeros_like(errors[0]), measures)  # noqa: E731
+    return error_by_products(push, rounding, residual, by_blocks, rounds, alone)
+
+
 @pytest.mark.parametrize(("length", "chunk"), [(1, 1), (30, 1), (31, 4), (32, 4), (3, 8)])
 def test_the_error_by_products_is_that_of_the_true_jacobians(length, chunk, device):
     make = Generator(0, torch.float64, device)
@@ -157,10 +167,10 @@ def test_the_error_by_products_is_that_of_the_true_jacobians(length, chunk, devi
     push = lambda vectors: sequence.push_out(starts, vectors.unsqueeze(1), chunk)[1].squeeze(1)  # noqa: E731
     approximate = Scalar(torch.full((chunks, 2), 0.1, dtype=torch.float64, device=device))
     for blocks in (approximate, true):
-        error, known = error_by_products(push, ends, residual, blocks, Auto(), 60)
+        error, known = error_of(push, ends, residual, blocks, 60)
         assert known.all()
         assert relative_error(error, expected) < 1e-12
-    _, known = error_by_products(push, ends, residual, approximate, Auto(), 2)
+    _, known = error_of(push, ends, residual, approximate, 2)
     assert known.all() == (chunks == 1)
 
 
@@ -170,7 +180,7 @@ def test_what_products_round_need_not_fall(device):
     residual, factors = make.normal(20, 3, 300), torch.tensor([0.3, 0.5], device=device).repeat(150)
     push = lambda vectors: factors * vectors + 1e-7 * make.normal(*vectors.shape)  # noqa: E731
     blocks = Scalar(torch.full((20, 3), 0.3, device=device))
-    error, known = error_by_products(push, torch.full_like(residual, 1e-4), residual, blocks, Auto(), 30)
+    error, known = error_of(push, torch.full_like(residual, 1e-4), residual, blocks, 30)
     assert known.all()
     true = Diagonal(factors.expand(20, 3, 300).contiguous())
     assert relative_error(error, solve(true, residual, solver=ForwardSubstitution())) < 1e-4
@@ -262,8 +272,9 @@ def test_a_derivative_is_told_from_another_but_not_from_rounding_or_kinks(device
     states = make.normal(500, 2, 3) * torch.tensor([1e-20, 1.0, 1e20], device=device)
 
     def holds(function, derivative, rtol=0.0):
-        change = small_change(states, rtol)
-        return is_foreseen(function(states), function(states + change), derivative * change, rtol).tolist()
+        change, values = small_change(states, rtol), function(states)
+        largest, alone = values.abs().amax(0), lambda sums: sums
+        return is_foreseen(values, function(states + change), derivative * change, rtol, largest, alone).tolist()
 
     assert holds(lambda z: 2 * z, 2.0) == [True, True]
     assert holds(lambda z: 2 * z, 1.0) == [False, False]

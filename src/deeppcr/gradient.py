@@ -28,7 +28,7 @@ MAX_SWEEPS = 60
 #: What a product of a step is taken to round, relative to its largest terms; of half precision see where it is used.
 _ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
 #: By so much of itself an adjoint may be off, before somebody is to blame; of half precision see where it is used.
-ALLOWED = {torch.float64: 1e-7, torch.float32: 2e-3}
+_ALLOWED = {torch.float64: 1e-7, torch.float32: 2e-3}
 #: Directions in which rounding is sent back through all steps: a single one may be one that they do not let through.
 _PROBES = 3
 #: What is missing in a step may change the loss by so many tolerances of what its state does.
@@ -202,8 +202,9 @@ class Adjoint(Linearised):
         Returns:
             the adjoint [L, B, D], and where it is off by more than rounding can explain, [L, B]
         """
-        parts = self._parts(len(gradients))
-        kept = [self._transposed(part) for part in parts] if len(parts) == 1 else None
+        jacobian = self._true_jacobian()
+        parts = self._parts(len(gradients), jacobian)
+        kept = [self._transposed(part, jacobian) for part in parts] if len(parts) == 1 else None
         adjoint = self._substitute(gradients, parts, kept)
         defect = self.defect(adjoint, gradients)
         if self.arithmetic not in (torch.float32, torch.float64):
@@ -216,23 +217,23 @@ class Adjoint(Linearised):
             wrong = self._wrong(adjoint, error, gradients)
         return adjoint + correction, wrong
 
-    def _parts(self, length: int, jacobian: Jacobian | None = None) -> list[slice]:
-        """Slices of steps whose blocks fit the memory budget together; of the true Jacobians, where no others are given."""
-        at_once = (jacobian or self._true_jacobian()).steps_at_once(self.sequence)
-        return [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
-
     def _true_jacobian(self) -> Jacobian:
         return self.jacobian if self.jacobian.exact else DenseJacobian()
 
-    def _transposed(self, part: slice, jacobian: Jacobian | None = None) -> Blocks:
-        jacobian, steps = jacobian or self._true_jacobian(), range(part.start, part.stop)
-        return jacobian.evaluate(self.sequence, self.previous.detach()[part], steps)[1].transpose()
-
-    def _substitute(self, rhs: Tensor, parts: list[slice], kept: list[Blocks] | None) -> Tensor:
-        """Solve the transposed system part by part, from the last back."""
-        found, carried = [], None
+    def _substitute(
+        self,
+        rhs: Tensor,
+        parts: list[slice],
+        kept: list[Blocks] | None,
+        jacobian: Jacobian | None = None,
+        carried: Tensor | None = None,
+    ) -> Tensor:
+        """Solve the transposed system part by part, from the last back; ``carried``: what steps behind all of these hand back, [1, B, D]."""
+        found = []
         for number in reversed(range(len(parts))):
-            blocks = kept[number] if kept is not None else self._transposed(parts[number])
+            blocks = (
+                kept[number] if kept is not None else self._transposed(parts[number], jacobian or self._true_jacobian())
+            )
             terms = rhs[parts[number]]
             if carried is not None:
                 terms = torch.cat([terms[:-1], terms[-1:] + carried])
@@ -275,7 +276,7 @@ class Adjoint(Linearised):
         """
         products = []
         for number, part in enumerate(parts):
-            blocks = kept[number] if kept is not None else self._transposed(part)
+            blocks = kept[number] if kept is not None else self._transposed(part, self._true_jacobian())
             products.append(type(blocks)(blocks.data.abs()).apply(adjoint[part].abs()))
         rounded = torch.cat([torch.cat(products)[1:], torch.zeros_like(adjoint[:1])])
         generator, room = torch.Generator().manual_seed(0), torch.zeros_like(adjoint)
@@ -293,11 +294,14 @@ class Adjoint(Linearised):
 
     def _wrong(self, adjoint: Tensor, error: Tensor, gradients: Tensor) -> Tensor:
         """Where an error, step by step and row by row, is more than rounding can explain: [L, B]."""
-        allowed = ALLOWED.get(self.arithmetic, 0.2)
+        return ~((error.abs().amax(-1) <= self.explained(adjoint, gradients)) & torch.isfinite(adjoint).all(-1))
+
+    def explained(self, adjoint: Tensor, gradients: Tensor) -> Tensor:
+        """[L, B]: by how much rounding may put an adjoint off."""
         scale = torch.maximum(adjoint.abs().amax(-1), gradients.abs().amax(-1))
         scale[:-1] = torch.maximum(scale[:-1], (adjoint[:-1] - gradients[:-1]).abs().amax(-1))
         underflow = 32 * torch.finfo(gradients.dtype).tiny  # far back, a contracting sequence's adjoint is no number
-        return ~((error.abs().amax(-1) <= allowed * scale + underflow) & torch.isfinite(adjoint).all(-1))
+        return _ALLOWED.get(self.arithmetic, 0.2) * scale + underflow
 
 
 class _Attach(torch.autograd.Function):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .jacobian import DenseJacobian, Jacobian
+from .linear import Blocks
 from .runtime import values_can_be_read
 from .sequence import Sequence
 from .sequence.evaluate import StepError
@@ -67,17 +68,21 @@ class Linearised:
 
     def pull(self, adjoint: Tensor) -> Tensor:
         """``J_{l+1}^T a_{l+1}`` for l = 1 .. L - 1, by the true vector-Jacobian product: [L, B, D] to [L - 1, B, D]."""
-        return _pulled(self.values, self.inner, adjoint, retain_graph=True)
+        return pulled_to(self.values, (self.inner,), adjoint, retain_graph=True)[0]
+
+    def _parts(self, length: int, jacobian: Jacobian) -> list[slice]:
+        """Slices of steps whose blocks fit the memory budget together."""
+        at_once = jacobian.steps_at_once(self.sequence)
+        return [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
+
+    def _transposed(self, part: slice, jacobian: Jacobian) -> Blocks:
+        steps = range(part.start, part.stop)
+        return jacobian.evaluate(self.sequence, self.previous.detach()[part], steps)[1].transpose()
 
     def _by(self, jacobian: Jacobian, adjoint: Tensor) -> Tensor:
         """``pull(adjoint)`` by Jacobians, of as many steps at a time as fit in memory."""
-        products, at_once = [], jacobian.steps_at_once(self.sequence)
-        for start in range(0, len(adjoint), at_once):
-            part = slice(start, min(start + at_once, len(adjoint)))
-            steps = range(part.start, part.stop)
-            _, blocks = jacobian.evaluate(self.sequence, self.previous.detach()[part], steps)
-            products.append(type(blocks)(blocks.data.detach()).transpose().apply(adjoint[part]))
-        return torch.cat(products)[1:]
+        parts = self._parts(len(adjoint), jacobian)
+        return torch.cat([self._transposed(part, jacobian).apply(adjoint[part]).detach() for part in parts])[1:]
 
     def walk(self, gradients: Tensor) -> Tensor:
         """The adjoint as the loop finds it, from the last step to the first, unchecked."""
@@ -91,7 +96,7 @@ class Linearised:
         with torch.enable_grad():
             start = self.previous[index].detach().requires_grad_()
             value = self.sequence.step(index, start)
-        return _pulled(value, start, adjoint)
+        return pulled_to(value, (start,), adjoint)[0]
 
     @torch.no_grad()
     def check(self) -> None:
@@ -345,9 +350,12 @@ def _refusal(where: Tensor, cause: str) -> RuntimeError:
     )
 
 
-def _pulled(values: Tensor, at: Tensor, adjoint: Tensor, *, retain_graph: bool = False) -> Tensor:
+def pulled_to(
+    values: Tensor, at: tuple[Tensor, ...], adjoint: Tensor, *, retain_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """The products of an adjoint with the derivatives of ``values`` in other tensors."""
     try:
-        (pulled,) = torch.autograd.grad(
+        return torch.autograd.grad(
             values, at, adjoint, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
         )
     except RuntimeError as error:
@@ -357,4 +365,3 @@ def _pulled(values: Tensor, at: Tensor, adjoint: Tensor, *, retain_graph: bool =
             f"step: one of its operations has no derivative ({error}). PyTorch's attention takes such a shortcut in eval mode: "
             "torch.backends.mha.set_fastpath_enabled(False) turns it off"
         ) from error
-    return pulled

@@ -226,14 +226,9 @@ def has_triton() -> bool:
 KERNEL_DEVICES = {"cuda"}
 
 
-def has_numpy() -> bool:
-    """Whether NumPy is installed, with whose arrays the kernels of a step are written."""
-    return _NUMPY
-
-
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels that are made of steps run on a device."""
-    return device.type in KERNEL_DEVICES and has_triton() and has_numpy()
+    """Whether kernels that are made of steps, which are written with arrays of NumPy, run on a device."""
+    return device.type in KERNEL_DEVICES and has_triton() and _NUMPY
 
 
 def is_elsewhere(device: torch.device) -> bool:

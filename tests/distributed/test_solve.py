@@ -87,6 +87,14 @@ def test_what_approximate_jacobians_find_is_certified(team):
     assert_said_alike(found, expected, "result", "exact", "iterations")
 
 
+def test_a_certificate_follows_an_error_from_rank_to_rank(team):
+    """What is left of it where a part ends is far below the tolerance, and what the next part makes of it is not."""
+    lengths = [40, 0, 40]
+    found, expected = team.results(3, "distributed.cases", "misled", lengths=lengths), cases.misled(None, lengths)
+    assert expected["result"] == "NOT_CONVERGED"
+    assert_said_alike(found, expected, "result", "exact", "iterations")
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_cuts(team, data):

@@ -18,13 +18,10 @@ from repeating import (
     STEPS,
     assert_right,
     called,
-    graphs,
     made,
     new_input,
     warmed,
 )
-
-__all__ = ["graphs"]
 
 pytestmark = pytest.mark.usefixtures("graphs")
 

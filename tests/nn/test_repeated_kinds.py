@@ -25,13 +25,10 @@ from repeating import (
     Looped,
     assert_right,
     called,
-    graphs,
     made,
     new_input,
     warmed,
 )
-
-__all__ = ["graphs"]
 
 pytestmark = pytest.mark.usefixtures("graphs")
 

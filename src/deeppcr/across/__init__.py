@@ -1,1 +1,1 @@
-"""A nonlinear loop over ranks: Newton's iteration, its certificate and its gradients, each rank with its own part of the steps."""
+"""A nonlinear loop over ranks: Newton's iteration and its gradients, each rank with its own part of the steps."""

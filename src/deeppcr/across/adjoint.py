@@ -12,10 +12,11 @@ import math
 import torch
 from torch import Tensor
 
-from ..gradient import ALLOWED, DENSE_WIDTH, MAX_SWEEPS, Adjoint
+from ..gradient import DENSE_WIDTH, MAX_SWEEPS, Adjoint
 from ..jacobian import Jacobian
 from ..linear import Blocks, LinearSolver
-from ..linear.sharded import Map, entry_of, solve_local
+from ..linear.sharded import Map, entry_of
+from ..linearised import pulled_to
 from ..runtime import check_backward
 from .part import Part, in_full
 
@@ -91,13 +92,13 @@ class AdjointOver:
         part, local = self.part, self.local
         jacobian = local._true_jacobian() if local is not None and self.true else self.jacobian
         parts: list[slice] = []
-        kept: list[Blocks | None] = []
+        kept: list[Blocks] | None = None
         structure = None
         with part.trouble.kept():
             if local is not None:
                 parts = local._parts(len(gradients), jacobian)
                 blocks = local._transposed(parts[0], jacobian)
-                kept = [blocks] if len(parts) == 1 else [None] * len(parts)
+                kept = [blocks] if len(parts) == 1 else None
                 structure = blocks[:0]
         none = part.agree_on(structure)
         coarse = local is not None and local.arithmetic not in (torch.float32, torch.float64)
@@ -127,32 +128,23 @@ class AdjointOver:
         return adjoint, False
 
     def _substituted(
-        self, jacobian: Jacobian, missing: Tensor, parts: list[slice], kept: list[Blocks | None], none: Blocks
+        self, jacobian: Jacobian, missing: Tensor, parts: list[slice], kept: list[Blocks] | None, none: Blocks
     ) -> Tensor:
         """What a right-hand side [L, B, D] makes of the adjoint, part by part of the steps that fit in memory together."""
-        local, own, dtype = self.local, Map.of(*in_full(none, missing[:0])), missing.dtype
-
-        def system(number: int) -> tuple[Blocks, Tensor]:
-            assert local is not None
-            blocks = kept[number] or local._transposed(parts[number], jacobian)
-            return in_full(blocks, blocks.apply(missing[parts[number]]))
-
-        error = None
+        local, own, error = self.local, Map.of(*in_full(none, missing[:0])), None
         try:
-            for number in reversed(range(len(parts))):
-                own = Map.of(*system(number), reverse=True).after(own)
+            for number, part in reversed(list(enumerate(parts))):
+                assert local is not None
+                blocks = kept[number] if kept is not None else local._transposed(part, jacobian)
+                own = Map.of(*in_full(blocks, blocks.apply(missing[part])), reverse=True).after(own)
         except Exception as raised:  # the other ranks wait for this one's map
             error = raised
         handed = entry_of(self.part.ranks.reversed(), own, torch.zeros_like(own.term))
         if error is not None:
             raise error
-        found = []
-        for number in reversed(range(len(parts))):
-            blocks, rhs = system(number)
-            pulled = solve_local(blocks, rhs, handed, self.linear, reverse=True, refined=False)
-            found.append(missing[parts[number]] + torch.cat([pulled[1:], handed.unsqueeze(0)]).to(dtype))
-            handed = pulled[0]
-        return torch.cat(found[::-1]) if found else missing
+        if local is None:
+            return missing
+        return local._substitute(missing, parts, kept, jacobian, handed.unsqueeze(0).to(missing.dtype))
 
     def _defect(self, adjoint: Tensor, gradients: Tensor, change: Tensor, last: Tensor) -> tuple[Tensor, list[Tensor]]:
         """What is missing in ``a_l = J_{l+1}^T a_{l+1} + g_l`` by the steps' own products; of each row, on all ranks: by how much more than
@@ -162,17 +154,12 @@ class AdjointOver:
         if local is not None:
             with part.trouble.kept():
                 pulled, handed = self._pulled(adjoint)
-        allowed = ALLOWED.get(local.arithmetic if local else adjoint.dtype, 0.2)
         excess = size = scale = matters = torch.zeros_like(adjoint[:0].sum((0, 2)))
-        if len(adjoint):
-            around = torch.maximum(adjoint.abs().amax(-1), gradients.abs().amax(-1))
-            around[:-1] = torch.maximum(around[:-1], (adjoint[:-1] - gradients[:-1]).abs().amax(-1))
-            underflow = 32 * torch.finfo(gradients.dtype).tiny
+        if local is not None:
             step = change.abs().amax(-1)
-            excess = (step / (allowed * around + underflow)).nan_to_num(math.inf, math.inf).amax(0)
+            excess = (step / local.explained(adjoint, gradients)).nan_to_num(math.inf, math.inf).amax(0)
             size, scale = step.nan_to_num(math.inf, math.inf).amax(0), adjoint.abs().amax((0, -1)).nan_to_num(math.inf)
-            if local is not None:
-                matters = local.matters(adjoint).nan_to_num(math.inf)
+            matters = local.matters(adjoint).nan_to_num(math.inf)
         arriving, found = part.hand_back(handed, excess, size, scale, matters)
         if not len(adjoint):
             return gradients, found
@@ -184,14 +171,7 @@ class AdjointOver:
         assert local is not None
         if self.part.is_first:
             return local.pull(adjoint), torch.zeros_like(self.part.initial)
-        pulled, handed = torch.autograd.grad(
-            local.values,
-            (local.inner, self.entry),
-            adjoint,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        pulled, handed = pulled_to(local.values, (local.inner, self.entry), adjoint, retain_graph=True)
         return pulled, handed
 
     # One step after the other.

@@ -18,17 +18,19 @@ from torch import Tensor
 
 from ..linear import Blocks, LinearSolver
 from ..newton import Newton
+from ..newton.certificate import Certified
 from ..newton.guess import Guess
 from ..newton.iteration import GAP, Outcome, first_ends
 from ..newton.safeguards import ANY_ROUNDING, largest_of
+from ..sequence.evaluate import StepError
 from ..solution import Plan, Result
 from ..tolerance import Bounds
-from .certificate import Certified
 from .kernels import Kernels
 from .part import Part, nearest
+from .progress import Shared
 
 
-class Iteration(Certified):
+class Iteration(Certified[Shared]):
     """One run on all ranks, of which each has its own unknowns.
 
     Attributes:
@@ -60,7 +62,8 @@ class Iteration(Certified):
         with part.trouble.kept():
             if part.sequence is not None and guess is not None:
                 ends = first_ends(part.sequence, guess, chunk).detach().clone()
-        super().__init__(newton, part, ends, chunk, plan)
+        super().__init__(newton, Shared(part, newton, chunk), ends, chunk, plan)
+        self.part: Part = part
         self.kernels = kernels
         self.structure: Blocks | None = None  # blocks of no step: what structure they have on all ranks
         # Of the last iteration, all chunks: what came out before the update, and the largest of each number on any rank; whether some
@@ -143,8 +146,6 @@ class Iteration(Certified):
         if blocks is None:
             shape = self.structure.data.shape[1:]
             blocks = type(self.structure)(self.structure.data.new_zeros(len(values), *shape))
-        if self.newton.shrink != 1.0:
-            blocks = type(blocks)(blocks.data * self.newton.shrink)
         return values, blocks
 
     def _locate(self, error: Exception, starts: Tensor) -> None:
@@ -163,12 +164,34 @@ class Iteration(Certified):
 
     def evaluate(self, ends: Tensor | None = None) -> Tensor:
         entry, ends = (self.entry, self.ends) if ends is None else (self.part.meet(ends)[0], ends)
-        values = ends[self.first :]
+        return self.roll_out(torch.cat([entry.unsqueeze(0), ends[:-1]])[self.first :] if len(ends) else ends)
+
+    def roll_out(self, starts: Tensor) -> Tensor:
         with self.part.trouble.kept():
-            if self.part.sequence is not None and len(values):
-                starts = torch.cat([entry.unsqueeze(0), ends[:-1]])[self.first :]
-                values = (self.kernels or self.part.sequence).roll_out(starts, self.chunk, self.first)[0]
-        return values
+            if self.part.sequence is not None and len(starts):
+                return (self.kernels or self.part.sequence).roll_out(starts, self.chunk, self.first)[0]
+        return starts
+
+    def push(self, tangents: Tensor) -> Tensor:
+        with self.part.trouble.kept():
+            if self.part.sequence is not None and len(tangents):
+                return self.part.sequence.push_out(self.starts(), tangents.unsqueeze(1), self.chunk, self.first)[
+                    1
+                ].squeeze(1)
+        return tangents
+
+    def is_refused(self, refused: bool) -> bool:
+        error = self.part.trouble.take()
+        refused = isinstance(error, StepError)
+        return any(each for (each,) in self.part.ranks.agree(None if refused else error, refused))
+
+    def total(self, sums: Tensor) -> Tensor:
+        return self.part.ranks.total(sums)
+
+    def hand_on(self, errors: Tensor, **measures: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        entry, _, found = self.part.meet(errors, *measures.values())
+        entry = torch.zeros_like(entry) if self.part.is_first else entry
+        return entry, dict(zip(measures, found, strict=True))
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         return self.part.solve(blocks, residual, self.newton.linear, choose=self.choose)

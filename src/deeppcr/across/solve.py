@@ -107,20 +107,16 @@ class _Solve:
         if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
             if on_failure != "loop":
                 judged = replace(judged, outcome=self._located(judged.outcome, iteration.entry))
-            judged = settle(judged, on_failure, self._finished_by_loop, self._describe)
+            judged = settle(
+                judged, on_failure, lambda failed: self._looped(failed.outcome, Result.FINISHED_BY_LOOP), self._describe
+            )
         failed = on_failure == "return" and any(result.failed for result in judged.results)
         return self._solution(judged, failed=failed, promised=newton.promised(part.layout.dtype))
 
     def by_loop(self) -> Solution:
         part = self.part
-        nothing = torch.zeros(part.layout.rows, dtype=torch.long, device=part.layout.device)
-        outcome = Outcome(
-            states=part.initial.detach().expand(part.length, -1, -1),
-            results=[Result.NOT_CONVERGED] * part.layout.rows,
-            iterations=nothing,
-            exact_steps=nothing,
-            updates=torch.zeros(0, part.layout.rows, device=nothing.device),
-        )
+        states = part.initial.detach().expand(part.length, -1, -1)
+        outcome = Outcome.of_loop(states, Result.NOT_CONVERGED, part.layout.rows, 0)
         judged = self._looped(outcome, Result.LOOP)
         if Result.NON_FINITE in judged.results:
             warn(self._describe(judged))
@@ -230,9 +226,6 @@ class _Solve:
         return torch.stack(known, -1), torch.stack(lost, -1)
 
     # Where Newton failed.
-
-    def _finished_by_loop(self, judged: _Judged) -> _Judged:
-        return self._looped(judged.outcome, Result.FINISHED_BY_LOOP)
 
     def _looped(self, outcome: Outcome, result: Result) -> _Judged:
         """The rows that failed, one step after the other: a rank hands its last state on to the next, and waits for that of the one before."""

@@ -68,11 +68,6 @@ class Ranks:
         """The same ranks for a sequence that runs from the last of them to the first."""
         return Ranks(self.group, self.count - 1 - self.rank, self.count, not self.backwards)
 
-    @property
-    def number(self) -> int:
-        """As the group counts this rank, whichever way the steps run."""
-        return self._place(self.rank)
-
     def _place(self, rank: int) -> int:
         """In the group, of a rank in the order of the steps."""
         return self.count - 1 - rank if self.backwards else rank

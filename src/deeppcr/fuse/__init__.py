@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..sequence import Rowwise
+from ..sequence.evaluate import entry_of
 from ..sequence.layout import Layout
 from ..sequence.lengths import up_to
 from ..sequence.sequence import find_length
@@ -58,7 +58,7 @@ def source(
         if found is None:
             raise NotCovered("a list of steps that are not alike is not covered")
         one, xs = found
-    inputs = None if xs is None else pytree.tree_map(lambda leaf: leaf[0], xs)
+    inputs = entry_of(xs, 0)
     layout = Layout.of(z0, batch_dims)
     kernels = kernels_of(one_row(one, layout, inputs), layout)
     return kernels.backward_source if backward else kernels.forward_source

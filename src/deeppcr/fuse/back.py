@@ -59,21 +59,11 @@ def pull_back(
         into = torch.empty_like(run.initial) if of_initial is None else of_initial
         starts, ends, sizes, products, *maps = workspace.split(parts)
         of_chunks = (starts, ends, products, sizes, notes.corrections, notes.unsettled, *(maps[-1:] if tiles else ()))
-        place, join = (tiled.sweep, tiled.join) if tiles else (_sweep_lanes, join_lanes)
+        join = tiled.join if tiles else join_lanes
 
         def sweep(passes: int, as_map: bool, whole: bool) -> None:
-            place(
-                run,
-                states,
-                given,
-                of_chunks,
-                into,
-                outputs,
-                memory,
-                (chunk, chunks, passes, _PASSES),
-                as_map,
-                whole,
-            )
+            cut = chunk, chunks, passes, _PASSES
+            _sweep(run, states, given, of_chunks, into, outputs, memory, cut, as_map, whole)
 
         if chunks > 1:
             for passes in range(_PASSES):
@@ -112,22 +102,25 @@ def _cut(run: Run, chunk: int) -> tuple[int, int, list[int], int]:
     return found
 
 
-def _sweep_lanes(
+def _sweep(
     run: Run, states: Tensor, given: Tensor, of_chunks: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
     memory: list[Tensor], cut: tuple[int, int, int, int], as_map: bool, whole: bool,
 ) -> None:  # fmt: skip
-    """``cut``: steps of a chunk, chunks, passes before this one, and all of them. ``tiled`` has the same for tiles."""
-    into = outputs.pointers(run, memory)
-    sizes = (run.initial.numel(), run.rows, run.program.channels, run.length, *cut)
+    """``cut``: steps of a chunk, chunks, passes before this one, and all of them."""
+    into, chunks = outputs.pointers(run, memory), 1 if whole else cut[1]
+    if run.shape.tiled:
+        sizes = (run.initial.numel(), run.rows, run.length, *cut)
+        programs, constants, warps = tiled.programs_of(run, chunks, as_map, whole, fine=True)
+    else:
+        sizes = (run.initial.numel(), run.rows, run.program.channels, run.length, *cut)
+        programs, warps = -(-chunks * run.rows // run.block), run.warps
+        constants = (as_map, whole, run.block, run.stages)
     arguments = (
         run.initial, run.kernels.numbers(run.device), states, given, *of_chunks, of_initial,
         *run.pointers, *into, *run.strides, *outputs.strides, *sizes,
     )  # fmt: skip
-    programs = -(-(1 if whole else cut[1]) * run.rows // run.block)
-    launch(
-        run.kernels.sweep, programs, arguments, (as_map, whole, run.block, run.stages),
-        warps=run.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
-    )  # fmt: skip
+    integers = (*run.kinds(*sizes, *outputs.strides), kinds(tuple(into)))
+    launch(run.kernels.sweep, programs, arguments, constants, warps=warps, integers=integers)
 
 
 def chunk_of(run: Run, forwards: int) -> int:

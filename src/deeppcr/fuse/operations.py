@@ -28,6 +28,20 @@ __all__ = ["ARRAYS", "DECOMPOSITIONS", "POINTWISE", "check_dtypes", "evaluate", 
 #: arguments that say how a tensor is stored, or that its own dtype says
 _STORAGE = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"}
 
+#: What is a number, or as large as a tensor with one number in all places: which that is, by the arguments.
+ONE_NUMBER: dict[str, Callable[..., Any]] = {
+    "full": lambda arguments: arguments[1],
+    "full_like": lambda arguments: arguments[1],
+    "new_full": lambda arguments: arguments[2],
+    "scalar_tensor": lambda arguments: arguments[0],
+    **dict.fromkeys(
+        ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor", "empty_like", "_new_zeros_with_same_feature_meta"),
+        lambda arguments: 0.0,
+    ),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda arguments: 1.0),
+    "_has_same_storage_numel": lambda arguments: True,
+}
+
 
 def name_of(target: Any) -> str:
     """ "aten.add" of any of its overloads."""

@@ -17,7 +17,7 @@ from torch import fx
 from ..sequence.layout import Layout
 from .derivatives import cotangent_graph, tangent_graph, values_graph
 from .expressions import Code, NotCovered, Scalar, Value, covering
-from .operations import evaluate, interpreted, is_pointwise, kind_of_dtype, pointwise
+from .operations import ONE_NUMBER, evaluate, interpreted, is_pointwise, kind_of_dtype, pointwise
 from .parts import Leaf, Parts, take_apart
 from .tile_program import WIDEST, TileProgram
 from .trace import OneRow
@@ -157,22 +157,13 @@ def _channel_of(node: fx.Node, arguments: Any, code: Code) -> Scalar:
         return pointwise(node, list(arguments), code)
     if name in _SHAPES:
         return arguments[0]
-    if name in _NUMBERS:
-        return _NUMBERS[name](arguments)
+    if name in ONE_NUMBER:
+        return ONE_NUMBER[name](arguments)
     raise NotCovered(f"{node.target} in an elementwise step is not covered")
 
 
 #: What only changes the shape of a tensor, all of whose numbers are those of one channel.
 _SHAPES = {"expand", "view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "broadcast_in_dim", "is_same_size"}
-_NUMBERS = {
-    "full": lambda arguments: arguments[1],
-    "full_like": lambda arguments: arguments[1],
-    "new_full": lambda arguments: arguments[2],
-    "scalar_tensor": lambda arguments: arguments[0],
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor", "empty_like"), lambda arguments: 0.0),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda arguments: 1.0),
-    "_has_same_storage_numel": lambda arguments: True,
-}
 
 
 def _only(tensor: torch.Tensor) -> Scalar:

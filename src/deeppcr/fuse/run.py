@@ -83,19 +83,20 @@ class Run(BoundKernels):
         self, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
         product: bool, whole: bool, every: int,
     ) -> None:  # fmt: skip
+        step, first, chunk, chunks, _, passes, limit = sizes
         if self.shape.tiled:
             assert every == 1, "kernels on tiles write all states"
-            tiled.roll(self, initial, guess, states, memory, sizes, product, whole)
-            return
-        step, first, chunk, chunks, turns, passes, limit = sizes
-        sizes = (step, self.rows, self.program.channels, self.length, every, first, chunk, chunks, turns, passes, limit)
+            sizes = (step, self.rows, self.length, first, chunk, chunks, passes, limit)
+            programs, constants, warps = tiled.programs_of(self, chunks, product, whole)
+        else:
+            sizes = (step, self.rows, self.program.channels, self.length, every, *sizes[1:])
+            programs, warps = -(-chunks * self.rows // self.block), self.warps
+            constants = (product, whole, every == 1, self.block, self.stages)
         arguments = (
             initial, self.kernels.numbers(self.device), guess, states, *memory, *self.pointers, *self.strides, *sizes,
         )  # fmt: skip
-        programs = -(-chunks * self.rows // self.block)
-        constants = (product, whole, every == 1, self.block, self.stages)
         integers = (*self.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
-        launch(self.kernels.roll, programs, arguments, constants, warps=self.warps, integers=integers)
+        launch(self.kernels.roll, programs, arguments, constants, warps=warps, integers=integers)
 
     def in_parallel(
         self,

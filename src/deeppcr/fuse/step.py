@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..bounded import Bounded
+from ..sequence.evaluate import entry_of
 from ..sequence.layout import Layout
 from ..solution import first_not_finite
 from ..tolerance import Tolerance, bears_out
@@ -153,9 +153,7 @@ class FusedStep:
         drawn = [range(len(states)), range(chunk, len(states), chunk), _ends_of_rows(states)]
         for at in {at for each in drawn for at in _random.sample(each, min(_FEW, len(each)))}:
             before = initial if at == 0 else states[at - 1]
-            z, x = self.layout.unpack(before), None
-            if inputs is not None:
-                x = pytree.tree_map(lambda leaf, at=at: leaf[at], inputs)
+            z, x = self.layout.unpack(before), entry_of(inputs, at)
             value = self.layout.pack(self.layout.in_order(step(z) if inputs is None else step(z, x)))
             size = states[:at].abs().amax(0).maximum(initial.abs()) if at else initial.abs()
             if not bears_out(value.unsqueeze(0), states[at : at + 1], size, tolerance).all():

@@ -69,11 +69,11 @@ def _begin(width: int) -> list[str]:
     ]
 
 
-def _product_scalars(program: Program) -> list[Scalar]:
-    """The Jacobian of a step times the product so far, j{i}_{k}."""
+def _product_scalars(program: Program, rows: list[list[Scalar]]) -> list[Scalar]:
+    """The Jacobian of a step, or its transpose, times the product so far, j{i}_{k}."""
     code, width = program.code, program.width
     so_far = [[code.input(f"j{i}_{k}") for k in range(width)] for i in range(width)]
-    return [_inner(program, program.jacobian[i], [so_far[m][k] for m in range(width)])
+    return [_inner(program, rows[i], [so_far[m][k] for m in range(width)])
             for i in range(width) for k in range(width)]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def _inner(program: Program, row: Sequence[Scalar], column: Sequence[Scalar]) ->
 
 def roll(program: Program) -> str:
     width, code = program.width, program.code
-    products = _product_scalars(program)
+    products = _product_scalars(program, program.jacobian)
     plain, whole = Lines(program, program.values), Lines(program, [*program.values, *products])
     pointers, strides = leaf_arguments(program)
     next_state = [f"y{k} = {code.text(value)} + tl.zeros_like(z{k})" if not isinstance(value, Value) else
@@ -169,10 +169,7 @@ def sweep(program: Program) -> str:
     width, code = program.width, program.code
     jacobian = program.jacobian
     columns = [[jacobian[i][k] for i in range(width)] for k in range(width)]  # the transpose's rows
-    inputs = [[code.input(f"j{i}_{k}") for k in range(width)] for i in range(width)]
-    maps = [
-        _inner(program, columns[i], [inputs[m][k] for m in range(width)]) for i in range(width) for k in range(width)
-    ]
+    maps = _product_scalars(program, columns)
     pulled = [_inner(program, columns[i], program.adjoint) for i in range(width)]
     of_reads = program.cotangents
     as_map, with_them = Lines(program, [*maps, *pulled]), Lines(program, [*pulled, *(value for _, value in of_reads)])

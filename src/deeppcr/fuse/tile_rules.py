@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .expressions import NotCovered, Value
-from .operations import interpreted, is_pointwise, name_of, pointwise
+from .operations import ONE_NUMBER, interpreted, is_pointwise, name_of, pointwise
 from .tangents import Combination, combined, has_lead, solid
 from .tiles import MOST_SUMMED, Shape, Tile, Tiles, has_padding, padded
 
@@ -277,8 +277,8 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
         return args[0]
     if is_pointwise(node):
         return _pointwise(node, args, name, tiles)
-    if name in _LIKE:
-        number = _LIKE[name](args)
+    if name in ONE_NUMBER:
+        number = ONE_NUMBER[name](args)
         return Tile(float(number), tuple(result.shape))  # pyright: ignore[reportOptionalMemberAccess]
     rule = _RULES.get(name)
     if rule is None:
@@ -287,15 +287,6 @@ def _called(node: fx.Node, args: Any, kwargs: dict[str, Any], tiles: Tiles) -> A
     options = {key: value for key, value in kwargs.items() if key in ("alpha", "beta", "correction", "step")}
     converted = pytree.tree_map_only(Tensor, lambda each: tiles.tile(each) if each.is_floating_point() else each, args)
     return rule(tiles, node, *converted, **options)
-
-
-#: What is as large as a tensor, and has one number.
-_LIKE: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("zeros_like", "new_zeros", "empty_like", "_new_zeros_with_same_feature_meta"), lambda args: 0.0),
-    **dict.fromkeys(("ones_like", "new_ones"), lambda args: 1.0),
-    "full_like": lambda args: args[1],
-    "new_full": lambda args: args[2],
-}
 
 
 def _pointwise(node: fx.Node, args: Any, name: str, tiles: Tiles) -> Tile | Combination:

@@ -42,13 +42,9 @@ class _Places:
         return self.program.code.lines(0, self._needed)
 
 
-def _merged(*parts: list[str]) -> list[str]:
-    return list(dict.fromkeys(line for part in parts for line in part))
-
-
 def _in_order(program: TileProgram, lines: list[str]) -> list[str]:
     """Lines of the code in the order of their names, each once."""
-    return sorted(_merged(lines), key=lambda line: int(re.match(r"v(\d+)", line)[1]))  # pyright: ignore[reportOptionalSubscript]
+    return sorted(dict.fromkeys(lines), key=lambda line: int(re.match(r"v(\d+)", line)[1]))  # pyright: ignore[reportOptionalSubscript]
 
 
 def _masked(inside: str, *others: str) -> str:
@@ -116,12 +112,31 @@ def _program_lines() -> list[str]:
     ]
 
 
+def _which(program: TileProgram, at: int) -> str:
+    """The numbers of tangents, beside one of the state's tiles."""
+    rank = len(Tile(0.0, program.shapes[at]).axes)
+    return f"which[{', '.join([':', *['None'] * rank])}]" if rank else "which"
+
+
+def _stored(spots: list[tuple[str, str]], pointer: str, name: str) -> list[str]:
+    return [
+        f"tl.store({pointer} + {offsets}, {name}{at}{_masked(inside)})" for at, (offsets, inside) in enumerate(spots)
+    ]
+
+
+def _products_stored(program: TileProgram, places: _Places) -> list[str]:
+    """Of a chunk, a row for each tangent."""
+    width, found = program.width, []
+    for at in range(len(program.shapes)):
+        (offsets, inside), which = places.of_state(at, lead=True), _which(program, at)
+        place = f"products + here * {width} + {which} * {width} + {offsets}"
+        found.append(f"tl.store({place}, t{at}{_masked(inside, f'{which} < {width}')})")
+    return found
+
+
 def _identity(program: TileProgram, places: _Places, at: int) -> str:
     offsets, inside = places.of_state(at, lead=True)
-    rank = len(Tile(0.0, program.shapes[at]).axes) + 1
-    index = ", ".join([":", *["None"] * (rank - 1)])
-    which = "which" if rank == 1 else f"which[{index}]"
-    hit = f"({which} == {offsets})"
+    hit = f"({_which(program, at)} == {offsets})"
     return f"t{at} = tl.where({hit if inside == 'True' else f'{hit} & ({inside})'}, 1.0, 0.0).to(REAL)"
 
 
@@ -140,14 +155,10 @@ def roll(program: TileProgram) -> str:
     ]
     next_tangents = [_assigned(program, places, f"u{at}", tile, program.shapes[at]) for at, tile in enumerate(tangents)]
     identity = [_identity(program, places, at) for at in range(count)]
-    tangent_spots = [places.of_state(at, lead=True) for at in range(count)]
+    products = _products_stored(program, places)
 
     def stored(pointer: str, name: str) -> list[str]:
-        stores = [
-            f"tl.store({pointer} + {offsets}, {name}{at}{_masked(inside)})"
-            for at, (offsets, inside) in enumerate(spots)
-        ]
-        return ["if block == 0:", *indented(stores)]
+        return ["if block == 0:", *indented(_stored(spots, pointer, name))]
 
     def loaded(pointer: str) -> list[str]:
         return [
@@ -166,8 +177,6 @@ def roll(program: TileProgram) -> str:
         f"out += rows * {width}",
         *whole.advance("+"),
     ]
-    rank = [len(Tile(0.0, shape).axes) for shape in program.shapes]
-    columns = [f"which[{', '.join([':', *['None'] * rank[at]])}]" if rank[at] else "which" for at in range(count)]
     lines = [
         *_program_lines(),
         "    begin = first + n * chunk",
@@ -197,10 +206,7 @@ def roll(program: TileProgram) -> str:
         *indented(stored("ends + here", "z"), 2),
         *indented(stored("sizes + here", "m"), 2),
         "        if PRODUCT:",
-        *(
-            f"            tl.store(products + here * {width} + {columns[at]} * {width} + {offsets}, t{at}{_masked(inside, f'{columns[at]} < {width}')})"
-            for at, (offsets, inside) in enumerate(tangent_spots)
-        ),
+        *indented(products, 3),
     ]
     arguments = [
         "initial", "numbers", "guess", "states", "starts", "ends", "products", "sizes", "found", "unsettled", "worst", *pointers, *strides,
@@ -221,7 +227,7 @@ def sweep(program: TileProgram) -> str:
     both = Lines(program, [*as_map.results, *with_them.results])
     places = _Places(program)
     spots = [places.of_state(at) for at in range(count)]
-    tangent_spots = [places.of_state(at, lead=True) for at in range(count)]
+    products = _products_stored(program, places)
     pointers, strides = leaf_arguments(program, cotangents=True)
     loads = [_load(places, read) for read in both.moving]
     fixed = [_load(places, read) for read in both.fixed]
@@ -232,12 +238,6 @@ def sweep(program: TileProgram) -> str:
         return [
             f"{name}{at} = tl.load({pointer} + {offsets}{_masked(inside, *([f'{offsets} * 0 + l > 0'] if later else []))}"
             f"{', other=0' if later or inside != 'True' else ''}).to(REAL)"  # a mask is as large as what it masks
-            for at, (offsets, inside) in enumerate(spots)
-        ]
-
-    def stored(pointer: str, name: str) -> list[str]:
-        return [
-            f"tl.store({pointer} + {offsets}, {name}{at}{_masked(inside)})"
             for at, (offsets, inside) in enumerate(spots)
         ]
 
@@ -270,8 +270,6 @@ def sweep(program: TileProgram) -> str:
         f"before -= rows * {width}",
         *both.advance("-"),
     ]
-    rank = [len(Tile(0.0, shape).axes) for shape in program.shapes]
-    columns = [f"which[{', '.join([':', *['None'] * rank[at]])}]" if rank[at] else "which" for at in range(count)]
     identity = [_identity(program, places, at) for at in range(count)]
     one_chunk = [
         "begin = n * chunk",
@@ -287,7 +285,7 @@ def sweep(program: TileProgram) -> str:
         *indented(turns),
         "if not MAP:",
         "    if n == 0:",
-        *indented(stored(f"of_initial + b * {width}", "w"), 2),
+        *indented(_stored(spots, f"of_initial + b * {width}", "w"), 2),
         *indented([put(read, f"sum{at}", "n") for at, read, _ in shared]),
     ]
     last = loaded("w", f"given + (b * 0 + steps - 1) * given_step + b * {width}")
@@ -308,19 +306,16 @@ def sweep(program: TileProgram) -> str:
             *(f"m{at} = tl.abs(w{at})" for at in range(count)),
             "if MAP:",
             "    which = block * LEAD + tl.arange(0, LEAD)  # cotangents",
-            *indented([*identity, "if block == 0:", *indented(stored("starts + here", "w"))]),
+            *indented([*identity, "if block == 0:", *indented(_stored(spots, "starts + here", "w"))]),
             "if WHOLE:",
             "    for _ in range(0, chunks):",
             *indented([*one_chunk, "n -= 1"], 2),
             "else:",
             *indented(one_chunk),
             "    if block == 0:",
-            *indented([*stored("ends + here", "w"), *stored("sizes + here", "m")], 2),
+            *indented([*_stored(spots, "ends + here", "w"), *_stored(spots, "sizes + here", "m")], 2),
             "if MAP:",
-            *(
-                f"    tl.store(products + here * {width} + {columns[at]} * {width} + {offsets}, t{at}{_masked(inside, f'{columns[at]} < {width}')})"
-                for at, (offsets, inside) in enumerate(tangent_spots)
-            ),
+            *indented(products),
         ]),
     ]  # fmt: skip
     arguments = [

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..launch import kinds, launch, next_power_of_2
+from ..launch import launch, next_power_of_2
 from . import wide
 from .bound import BoundKernels, Notes
-from .outputs import Outputs
 from .tile_program import TileProgram
 from .tiles import padded
 
@@ -67,21 +66,14 @@ class _How:
         self.join_stages = _STAGES if self.padded <= 64 else _STAGES - 1
 
 
-def roll(
-    run: BoundKernels, initial: Tensor, guess: Tensor, states: Tensor, memory: tuple[Tensor, ...], sizes: tuple[int, ...],
-    product: bool, whole: bool,
-) -> None:  # fmt: skip
-    """``memory``: starts, ends, products, sizes, corrections, unsettled, and the worst of every row."""
+def programs_of(
+    run: BoundKernels, chunks: int, product: bool, whole: bool, *, fine: bool = False
+) -> tuple[int, tuple[Any, ...], int]:
+    """Of the kernels that run chunks, with the products of their Jacobians or without: how many programs there are, constants, and warps."""
     how = _How(run)
-    step, first, chunk, chunks, _, passes, limit = sizes
-    sizes = (step, run.rows, run.length, first, chunk, chunks, passes, limit)
-    arguments = (initial, run.kernels.numbers(run.device), guess, states, *memory, *run.pointers, *run.strides, *sizes)
-    blocks = how.blocks if product else 1
-    integers = (*run.kinds(*sizes), initial.data_ptr() % 16, guess.dtype, guess.data_ptr() % 16, memory[4].dtype)
-    launch(
-        run.kernels.roll, chunks * run.rows * blocks, arguments, (product, whole, how.even, blocks, how.lead, how.rough, how.stages),
-        warps=how.warps, integers=integers,
-    )  # fmt: skip
+    blocks, precision = how.blocks if product else 1, how.fine if fine else how.rough
+    constants = (product, whole, how.even, blocks, how.lead, precision, how.stages)
+    return chunks * run.rows * blocks, constants, how.warps
 
 
 def join(
@@ -112,24 +104,4 @@ def join(
     launch(
         wide.note_rows, -(-rows // _LANES), (worst, notes.corrections, notes.unsettled, notes.taken, notes.residual, rows, passes, limit, tolerance[2], tolerance[-1]),
         (_LANES,), warps=1,
-    )  # fmt: skip
-
-
-def sweep(
-    run: BoundKernels, states: Tensor, given: Tensor, of_chunks: tuple[Tensor, ...], of_initial: Tensor, outputs: Outputs,
-    memory: list[Tensor], cut: tuple[int, int, int, int], as_map: bool, whole: bool,
-) -> None:  # fmt: skip
-    """``cut``: steps of a chunk, chunks, passes before this one, and all of them."""
-    how = _How(run)
-    into = outputs.pointers(run, memory)
-    sizes = (run.initial.numel(), run.rows, run.length, *cut)
-    arguments = (
-        run.initial, run.kernels.numbers(run.device), states, given, *of_chunks, of_initial,
-        *run.pointers, *into, *run.strides, *outputs.strides, *sizes,
-    )  # fmt: skip
-    blocks = how.blocks if as_map else 1
-    programs = (1 if whole else cut[1]) * run.rows * blocks
-    launch(
-        run.kernels.sweep, programs, arguments, (as_map, whole, how.even, blocks, how.lead, how.fine, how.stages),
-        warps=how.warps, integers=(*run.kinds(*sizes, *outputs.strides), kinds(tuple(into))),
     )  # fmt: skip

@@ -57,8 +57,7 @@ class Tile:
         return self.lead + self.axes.index(axis)
 
 
-def padded(size: int) -> int:
-    return next_power_of_2(size)
+padded = next_power_of_2
 
 
 def has_padding(sizes: Sequence[int]) -> bool:

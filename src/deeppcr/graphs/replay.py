@@ -77,8 +77,10 @@ class Recording:
         with without_cast_cache(layout.device.type):
             self._first = recorder.record(self._begin)
             self._first()  # a graph does nothing while it is captured, and the next part works on what this one leaves
-            self._afresh = recorder.record(self._start_afresh)
-            self._again = recorder.record(self._go_on) if self._fixed is None else self._afresh
+            self._afresh = recorder.record(lambda: self._iterate(None))
+            self._again = self._afresh
+            if self._fixed is None:
+                self._again = recorder.record(lambda: self._iterate(self._kept["values"]))
             self._last = recorder.record(self._finish)
         # Graphs know memory by its address. They are replayed for a step whose tensors lie there, whoever made them.
         self._sequence.forget_step()
@@ -96,12 +98,6 @@ class Recording:
         if self._verify is not None:
             starts, steps = self._iteration.starts(), self._sequence.chunk_steps(self._chunk)[0]
             self._iteration.needs_safeguard(self._verify(starts, steps))
-        self._iterate(None)
-
-    def _go_on(self) -> None:
-        self._iterate(self._kept["values"])
-
-    def _start_afresh(self) -> None:
         self._iterate(None)
 
     def _iterate(self, values: Tensor | None) -> None:

@@ -38,7 +38,7 @@ class DiagonalJacobian(Jacobian):
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Blocks]:
         layout = sequence.layout
         parts = self._parts(layout)
-        if not sequence.verify_once("diagonal"):
+        if not sequence.verify_once():
             values, pushed = sequence.push(previous, self._tangents(layout), steps)
             return values, self._blocks(pushed, parts)
         values, blocks, wrong = self._compare(sequence, previous, steps, self._signs(layout))
@@ -74,7 +74,7 @@ class DiagonalJacobian(Jacobian):
         return BlockDiagonal(pushed.unflatten(-1, (-1, parts)).permute(0, 2, 3, 4, 1).contiguous())
 
     def verifier(self, sequence: Sequence) -> Callable[[Tensor, range], Tensor]:
-        sequence.verify_once("diagonal")
+        sequence.verify_once()
         signs = self._signs(sequence.layout)
         return lambda previous, steps: self._compare(sequence, previous, steps, signs)[2]
 

@@ -1,6 +1,6 @@
 """Is what the iteration found the solution? The step itself is asked, by products with its Jacobians: no block is formed.
 
-Shapes: N chunks of C steps, B rows, D the packed state.
+Shapes: N chunks of C steps, B rows, D the packed state. Over ranks these are the chunks of one.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..convergence import NEGLIGIBLE, Progress, still_to_come
-from ..jacobian import Jacobian
-from ..linear import Blocks, LinearSolver, solve_coupled
-from ..sequence import Sequence
+from ..convergence import NEGLIGIBLE, still_to_come
 from ..sequence.evaluate import StepError
 from ..solution import Result
-
-#: Why updates, and products with Jacobians, may say nothing of the error.
-FALSE_DERIVATIVE = (
-    "the step's values do not change as its derivative says (detach, rounding, a straight-through estimate?)"
-)
+from ..tolerance import Bounds
+from .safeguards import FALSE_DERIVATIVE, Safeguarded, _Progress, largest_of
 
 #: What is left of an error is known when it changes by this many roundings of the state: the loop's own steps round as much.
 ROUNDINGS = 4
@@ -33,70 +27,103 @@ ANOTHER = 0.1
 NOISE = 100
 
 
-def certify(
-    sequence: Sequence,
-    jacobian: Jacobian,
-    linear: LinearSolver,
-    progress: Progress,
-    starts: Tensor,
-    ends: Tensor,
-) -> tuple[Tensor, list[str]]:
-    """What approximate Jacobians found, seen by the true ones: what they make of the residual is the error to first order.
+class Certified(Safeguarded[_Progress]):
+    """A run that asks the step itself whether what it found is the solution."""
 
-    An observed rate of convergence proves nothing where errors shrink first and grow later, and a small update nothing
-    where many of them add up.
+    first: int
+    ends: Tensor
+    reasons: tuple[str, ...]
 
-    Args:
-        progress: rows that are wrong, or cannot be certified, lose their claim there
-        starts, ends: [N, B, D], the states before and after the chunks
+    def push(self, tangents: Tensor) -> Tensor:
+        """[n, B, D], products of the true Jacobians of the chunks from ``first`` on with vectors."""
+        raise NotImplementedError
 
-    Returns:
-        the ends, [N, B, D], less the error that was found, and why rows were not certified
-    """
-    claimed = progress.codes <= Result.PRECISION_FLOOR.severity
-    claimed &= progress.iterations < progress.chunks  # after which they are exact, whatever the Jacobians are
-    if not claimed.any():
-        return ends, []
-    chunk, rtol = progress.chunk, progress.tolerance.rtol
+    def is_refused(self, refused: bool) -> bool:
+        """Whether the step cannot be differentiated, anywhere."""
+        return refused
 
-    def push(tangents: Tensor) -> Tensor:
-        return sequence.push_out(starts, tangents.unsqueeze(1), chunk)[1].squeeze(1)
+    def total(self, sums: Tensor) -> Tensor:
+        """Over all chunks, of sums over those that are here."""
+        return sums
 
-    values, blocks = jacobian.linearise(sequence, starts, chunk)
-    residual = torch.where(claimed.unsqueeze(-1), values - ends, 0)
-    try:
-        bounds = progress.bounds(ends, sequence.initial, 0, push)
-        error, known = error_by_products(push, bounds.rounding, residual, blocks, linear, progress.limit)
-        true = has_derivative(sequence, starts, values, push, chunk, 0, rtol)
-    except StepError:
-        progress.withdraw(claimed, Result.UNCERTIFIED)
-        return ends, ["the step cannot be differentiated"]
-    small = (bounds.ratio(error) <= torch.where(true & known, TAKEN_BACK, 1)).all(0)
-    progress.withdraw(claimed & ~small & bounds.is_rounding(error), Result.PRECISION_FLOOR)
-    floor = progress.codes == Result.PRECISION_FLOOR.severity
-    small |= floor & bounds.is_rounding(error)
-    lost = claimed & (~small | (floor & ~true))
-    if not progress.tolerance.local:
-        lost |= claimed & progress.tolerance.hides(
-            torch.maximum(ends.abs(), values.abs()), sequence.initial, error, (ends + error).abs()
-        )
-    progress.withdraw(lost)
-    progress.withdraw(claimed & ~lost & ~(true & known), Result.UNCERTIFIED)
-    why = []
-    if (claimed & ~lost & ~true).any():
-        why.append(FALSE_DERIVATIVE)
-    if (claimed & ~lost & true & ~known).any():
-        why.append("products with the true Jacobians did not converge")
-    return torch.where((claimed & ~lost & true & known).unsqueeze(-1), ends + error, ends), why
+    def hand_on(self, errors: Tensor, **measures: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """[B, D], the error before the first chunk, given those of the ends; and the largest of each measure that anybody has."""
+        return torch.zeros_like(self.before), measures
+
+    def has_derivative_at_ends(self) -> Tensor:
+        values, blocks = self.linearise()
+        return self.has_derivative(values, blocks.apply)
+
+    def has_derivative(self, values: Tensor, push: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B]: whether chunks from ``first`` on, which lead to ``values``, change as products ``push`` say."""
+        starts, rtol = self.starts(), self.progress.tolerance.rtol
+        change = small_change(starts, rtol)
+        changed, foreseen = self.roll_out(starts + change), push(change)
+        largest = self.tell(largest=largest_of(values.abs()).nan_to_num(math.inf, math.inf))["largest"]
+        return is_foreseen(values, changed, foreseen, rtol, largest, self.total)
+
+    @torch.no_grad()
+    def certify(self) -> None:
+        """What approximate Jacobians found, seen by the true ones: what they make of the residual is the error to first order, and is taken
+        back. Rows that are wrong, or cannot be certified, lose their claim.
+
+        An observed rate of convergence proves nothing where errors shrink first and grow later, and a small update nothing
+        where many of them add up.
+        """
+        progress, self.first = self.progress, 0
+        claimed = progress.codes <= Result.PRECISION_FLOOR.severity
+        claimed &= progress.iterations < progress.chunks  # after which they are exact, whatever the Jacobians are
+        if not claimed.any():
+            return
+        values, blocks = self.linearise()
+        residual, refused = torch.where(claimed.unsqueeze(-1), values - self.ends, 0), False
+        bounds = Bounds(progress.tolerance, self.ends, self.ends)  # of no chunks
+        try:
+            if len(self.ends):
+                bounds = progress.bounds(self.ends, self.before, 0, self.push, self.scale())
+        except StepError:
+            refused = True
+        if self.is_refused(refused):
+            progress.withdraw(claimed, Result.UNCERTIFIED)
+            self._not_certified("the step cannot be differentiated")
+            return
+
+        def solve(missing: Tensor) -> Tensor:
+            return self.solve(blocks, missing)
+
+        error, known = error_by_products(self.push, bounds.rounding, residual, solve, progress.limit, self.hand_on)
+        true = self.has_derivative(values, self.push)
+        found = self.tell(worst=largest_of(bounds.ratio(error)), beyond=~bounds.is_rounding(error))
+        small, is_rounding = found["worst"] <= torch.where(true & known, TAKEN_BACK, 1), found["beyond"] == 0
+        progress.withdraw(claimed & ~small & is_rounding, Result.PRECISION_FLOOR)
+        floor = progress.codes == Result.PRECISION_FLOOR.severity
+        small |= floor & is_rounding
+        lost = claimed & (~small | (floor & ~true))
+        if not progress.tolerance.local:
+            sizes = torch.maximum(self.ends.abs(), values.abs())
+            lost |= claimed & self.hides(sizes, error.abs(), (self.ends + error).abs())
+        progress.withdraw(lost)
+        kept = claimed & ~lost
+        progress.withdraw(kept & ~(true & known), Result.UNCERTIFIED)
+        if (kept & ~true).any():
+            self._not_certified(FALSE_DERIVATIVE)
+        if (kept & true & ~known).any():
+            self._not_certified("products with the true Jacobians did not converge")
+        self.ends = torch.where((kept & true & known).unsqueeze(-1), self.ends + error, self.ends)
+        self.tell()
+
+    def _not_certified(self, why: str) -> None:
+        self.reasons = (*self.reasons, why)
+        self.plan.note(f"not certified: {why}")
 
 
 def error_by_products(
     push: Callable[[Tensor], Tensor],
     rounding: Tensor,
     residual: Tensor,
-    blocks: Blocks,
-    linear: LinearSolver,
+    solve: Callable[[Tensor], Tensor],
     rounds: int,
+    hand_on: Callable[..., tuple[Tensor, dict[str, Tensor]]],
 ) -> tuple[Tensor, Tensor]:
     """The error of the ends of chunks, to first order: ``e_n = J_n e_{n-1} + r_n`` with the true Jacobians ``J_n``.
 
@@ -108,42 +135,31 @@ def error_by_products(
         push: ``J_n v_n`` of vectors [N, B, D]
         rounding: [N, B, D], a unit of it of every state: of its own size, for what is small may grow again
         residual: [N, B, D], ``r_n``: where the chunks lead, less where they were found to
-        blocks: N approximate Jacobians of the chunks
+        solve: for a residual, with approximate Jacobians of the chunks
         rounds: so many at most, from 1
+        hand_on: as of ``Certified``
 
     Returns:
         the error, [N, B, D], and which rows it is known of, [B]
     """
     eps = torch.finfo(residual.dtype).eps
-    error, missing, largest = torch.zeros_like(residual), residual, torch.zeros_like(residual[0])
+    error, missing, largest = torch.zeros_like(residual), residual, torch.zeros_like(residual.sum(0))
     while True:
-        change = solve_coupled(blocks[1:], missing, reverse=False, solver=linear)
+        change = solve(missing)
         error = error + change
-        size = change.abs()
-        before, largest = largest, size.amax(0)
-        allowed = ROUNDINGS * torch.maximum(rounding, eps * error.abs())
+        size, allowed = change.abs(), ROUNDINGS * torch.maximum(rounding, eps * error.abs())
         # Of what products themselves round, some of the numbers never fall.
-        settled = (size <= NEGLIGIBLE * allowed) | (size * still_to_come(largest, before) <= allowed)
-        known = settled.all(-1).all(0)
+        creeping = torch.where(size <= NEGLIGIBLE * allowed, 0, size / allowed)
+        measures = {"largest": largest_of(size), "creeping": largest_of(creeping)}
+        numbers = {name: each.nan_to_num(math.inf, math.inf) for name, each in measures.items()}
+        entry, found = hand_on(error, **numbers)
+        before, largest = largest, found["largest"].to(error.dtype)
+        known = ((found["creeping"] == 0) | (found["creeping"] * still_to_come(largest, before) <= 1)).all(-1)
         rounds -= 1
         if rounds == 0 or known.all() or not torch.isfinite(largest).all():
             return error, known
-        missing = residual + push(torch.cat([torch.zeros_like(error[:1]), error[:-1]])) - error
-
-
-def has_derivative(
-    sequence: Sequence,
-    starts: Tensor,
-    values: Tensor,
-    push: Callable[[Tensor], Tensor],
-    chunk: int,
-    first: int,
-    rtol: float,
-) -> Tensor:
-    """[B]: whether chunks from ``first`` on, which lead from ``starts`` to ``values``, change as products ``push`` say."""
-    change = small_change(starts, rtol)
-    changed, _ = sequence.roll_out(starts + change, chunk, first)
-    return is_foreseen(values, changed, push(change), rtol)
+        if len(error):
+            missing = residual + push(torch.cat([entry.unsqueeze(0), error[:-1]])) - error
 
 
 def small_change(starts: Tensor, rtol: float) -> Tensor:
@@ -156,7 +172,14 @@ def small_change(starts: Tensor, rtol: float) -> Tensor:
     return max(math.sqrt(torch.finfo(starts.dtype).eps), rtol) * starts.abs() * signs
 
 
-def is_foreseen(values: Tensor, changed: Tensor, foreseen: Tensor, rtol: float) -> Tensor:
+def is_foreseen(
+    values: Tensor,
+    changed: Tensor,
+    foreseen: Tensor,
+    rtol: float,
+    largest: Tensor,
+    total: Callable[[Tensor], Tensor],
+) -> Tensor:
     """Whether values [N, B, D] change as the derivative says, in every number of a row, on the average of the steps: [B].
 
     A derivative is not always that of the values (``detach``, ``round``, straight-through estimates): then an update says
@@ -165,8 +188,11 @@ def is_foreseen(values: Tensor, changed: Tensor, foreseen: Tensor, rtol: float) 
     Args:
         changed: [N, B, D], the values after a ``small_change`` of the states
         foreseen: [N, B, D], the change of the values by the derivative
+        largest: [B, D], of all values
+        total: as of ``Certified``
     """
     noise = max(NOISE * torch.finfo(values.dtype).eps, ANOTHER * rtol)  # of a step in lower precision rtol tells
     change = changed - values
-    off, seen, told = ((each.abs() / len(values)).sum(0) for each in (change - foreseen, change, foreseen))
-    return (off <= ANOTHER * torch.maximum(seen, told) + noise * values.abs().amax(0)).all(-1)
+    sums = [each.abs().sum(0, dtype=torch.float64) for each in (change - foreseen, change, foreseen)]
+    off, seen, told, count = total(torch.stack([*sums, torch.full_like(sums[0], len(values))]))
+    return (off <= ANOTHER * torch.maximum(seen, told) + noise * count * largest).all(-1)

@@ -18,7 +18,7 @@ from ..runtime import is_out_of_memory
 from ..sequence import Sequence
 from ..solution import Plan, Result
 from ..tolerance import Bounds
-from .certificate import certify, has_derivative
+from .certificate import Certified
 from .guess import Guess
 from .newton import Newton
 from .safeguards import ANY_ROUNDING, Safeguarded
@@ -47,6 +47,12 @@ class Outcome:
     updates: Tensor
     reasons: tuple[str, ...] = ()
     local: Tensor | None = None
+
+    @staticmethod
+    def of_loop(states: Tensor, result: Result, rows: int, exact: int) -> Outcome:
+        """Of states that no iteration has found: how all rows end, how many they are, and how many of their steps are exact."""
+        nothing = torch.zeros(rows, dtype=torch.long, device=states.device)
+        return Outcome(states, [result] * rows, nothing, nothing + exact, torch.zeros(0, rows, device=states.device))
 
     @staticmethod
     def of(states: Tensor, run: Safeguarded[Any]) -> Outcome:
@@ -84,7 +90,7 @@ def first_ends(sequence: Sequence, guess: Guess, chunk: int) -> Tensor:
     return torch.cat([ends, guess.states(sequence, range(sequence.length - 1, sequence.length))])
 
 
-class Iteration(Safeguarded[Progress]):
+class Iteration(Certified[Progress]):
     """One run in one process. ``progress`` knows which rows and chunks are finished.
 
     Args:
@@ -179,7 +185,13 @@ class Iteration(Safeguarded[Progress]):
         starts = self.starts()
         if ends is not None:
             starts = torch.cat([self.before.unsqueeze(0), ends[:-1]])[self.first :]
+        return self.roll_out(starts)
+
+    def roll_out(self, starts: Tensor) -> Tensor:
         return self.sequence.roll_out(starts, self.chunk, self.first)[0]
+
+    def push(self, tangents: Tensor) -> Tensor:
+        return self.sequence.push_out(self.starts(), tangents.unsqueeze(1), self.chunk, self.first)[1].squeeze(1)
 
     def linearise(self, ends: Tensor | None = None) -> tuple[Tensor, Blocks]:
         """The chunks' ends as they come out, given where they are known, and the Jacobians."""
@@ -210,8 +222,6 @@ class Iteration(Safeguarded[Progress]):
                 self.end_stuck(self.values, delta, blocks, bounds)
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
-        if self.newton.shrink != 1.0:
-            blocks = type(blocks)(blocks.data * self.newton.shrink)
         couplings = blocks[1:]
         self.linear, why = self.newton.linear.choose(couplings)
         self.plan.linear = f"{self.linear} ({why})" if why else str(self.linear)
@@ -251,18 +261,10 @@ class Iteration(Safeguarded[Progress]):
             self.replace(torch.where(thrown.unsqueeze(-1), self.values, self.ends[self.first :]))
 
     def has_derivative_at_ends(self) -> Tensor:
-        sequence, starts, chunk, first = self.sequence, self.starts(), self.chunk, self.first
-        values, blocks = self.newton.jacobian.linearise(sequence, starts, chunk, first)
-        return has_derivative(sequence, starts, values, blocks.apply, chunk, first, self.progress.tolerance.rtol)
-
-    @torch.no_grad()
-    def certify(self) -> None:
-        self.first = 0
-        newton, starts = self.newton, self.starts()
-        self.ends, why = certify(self.sequence, newton.jacobian, newton.linear, self.progress, starts, self.ends)
-        self.reasons = (*self.reasons, *why)
-        for each in why:
-            self.plan.note(f"not certified: {each}")
+        blocks = self.blocks
+        found = super().has_derivative_at_ends()
+        self.blocks = blocks  # which are looked at again
+        return found
 
     def states(self) -> Tensor:
         """Every state, [L, B, D]."""

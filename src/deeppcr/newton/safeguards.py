@@ -18,9 +18,12 @@ from ..convergence import Progress
 from ..linear import Blocks
 from ..solution import Plan, Result
 from ..tolerance import Bounds
-from .certificate import FALSE_DERIVATIVE
 from .newton import Newton
 
+#: Why updates, and products with Jacobians, may say nothing of the error.
+FALSE_DERIVATIVE = (
+    "the step's values do not change as its derivative says (detach, rounding, a straight-through estimate?)"
+)
 #: A state is far away when it is this many times larger than its step value was before the update.
 FAR = 10.0
 #: So many times what is faint is corrected to see whether it is a signal that lives on, or noise.
@@ -67,6 +70,14 @@ class Safeguarded(Generic[_Progress]):
 
     def tell(self, **measures: Tensor) -> dict[str, Tensor]:
         """After the ends have changed: the largest of each measure that anybody has."""
+        raise NotImplementedError
+
+    def linearise(self) -> tuple[Tensor, Blocks]:
+        """The chunks' ends from ``first`` on as they come out, and their Jacobians."""
+        raise NotImplementedError
+
+    def roll_out(self, starts: Tensor) -> Tensor:
+        """[n, B, D], the chunks' ends as they come out of these starts."""
         raise NotImplementedError
 
     def evaluate(self, ends: Tensor | None = None) -> Tensor:
@@ -120,6 +131,8 @@ class Safeguarded(Generic[_Progress]):
         """
         ends = self.ends[self.first :]
         residual = torch.where((finite & ~frozen).unsqueeze(-1), values - ends, 0)
+        if self.newton.shrink != 1.0:
+            blocks = type(blocks)(blocks.data * self.newton.shrink)
         delta = self.solve(blocks, residual)
         moved = ends + delta
         moved = torch.where(torch.isfinite(moved).all(-1, keepdim=True), moved, values)

@@ -311,7 +311,7 @@ class Network(nn.Module):
         skip = f"skip={layers[1]}, " if len(layers) == 2 else ""
         return f"depth={layers.numel()}, {skip}width={self.weight.shape[-1]}, activation={self.activation}, mode={self.mode}"
 
-    # As one operation of a compiler's graph: see ``operator.Operated``.
+    # As one operation of a compiler's graph: see ``operator.operated``.
 
     def _run_in_graph(self, hidden: Tensor, mode: Mode, last: bool) -> Tensor:
         """A loop without kernels is traced; else all layers are one operation, which chooses its way when it runs."""

@@ -164,6 +164,7 @@ def _rising(values: list[float]) -> tuple[float, ...]:
     return tuple(found)
 
 
+@dataclass(eq=False)
 class Kernels:
     """The kernels themselves on networks of zeros, as which they take as long.
 
@@ -171,21 +172,13 @@ class Kernels:
         on_device, of_call: seconds that a function takes on the device, and from its call to the end of its work
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        kind: Kind,
-        width: int,
-        on_device: Callable[[Callable[[], Any]], float],
-        of_call: Callable[[Callable[[], Any]], float],
-    ):
-        self.device: torch.device = device
-        self.kind: Kind = kind
-        self.width: int = width
-        self.on_device: Callable[[Callable[[], Any]], float] = on_device
-        self.of_call: Callable[[Callable[[], Any]], float] = of_call
-        self.weight: Tensor = torch.empty(0)
-        self.bias: Tensor = torch.empty(0)
+    device: torch.device
+    kind: Kind
+    width: int
+    on_device: Callable[[Callable[[], Any]], float]
+    of_call: Callable[[Callable[[], Any]], float]
+    weight: Tensor = torch.empty(0)
+    bias: Tensor = torch.empty(0)
 
     def tensors(self, blocks: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, biases and an initial state; the weights are shared by all."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..newton import USUAL, Loop, Newton
 from .arguments import Mode, check_size, complaint_of
-from .cells import DiagonalGRUCell, DiagonalLSTMCell
+from .cells import Cell, DiagonalGRUCell, DiagonalLSTMCell
 from .operator import operated
 from .recurrent import Recurrent
 
@@ -127,8 +127,7 @@ class DiagonalGRU(Diagonal):
 
     _recurrent: ClassVar[dict[str, int]] = {"weight_hh": 3}
 
-    def _cell_type(self) -> type[DiagonalGRUCell]:
-        return DiagonalGRUCell
+    _cell_type: type[Cell] = DiagonalGRUCell
 
 
 @operated
@@ -151,8 +150,7 @@ class DiagonalLSTM(Diagonal):
 
     _recurrent: ClassVar[dict[str, int]] = {"weight_hh": 3, "weight_ch": 2}
 
-    def _cell_type(self) -> type[DiagonalLSTMCell]:
-        return DiagonalLSTMCell
+    _cell_type: type[Cell] = DiagonalLSTMCell
 
     def _widths(self) -> tuple[int, ...]:
         return self.hidden_size, self.hidden_size

@@ -27,7 +27,7 @@ from .steps import solve_steps
 
 
 class OperatedRecurrent(nn.Module):
-    """The part of a recurrent module that has a compiler see its layers as operations (``operator.Operated``)."""
+    """The part of a recurrent module that has a compiler see its layers as operations (``operator.operated``)."""
 
     hidden_size: int
     newton: Newton

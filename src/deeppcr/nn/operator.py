@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,32 +38,16 @@ _FIELDS = {name: [field.name for field in fields(each)] for name, each in _SETTI
 _MODULES: dict[str, type[nn.Module]] = {}
 
 
-class Operated(Protocol):
-    """A module that an operator runs.
-
-    It holds no tensors: all are given, in an order that the module itself has put them into.
-    """
-
-    @property
-    def _asked_for(self) -> int:
-        """How many of the tensors that are found are differentiable; others are there for the backward pass."""
-        ...
-
-    def _like(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
-        """Tensors of the shapes and dtypes that ``_found`` gives, for any number of rows and steps."""
-        ...
-
-    def _found(self, tensors: list[Tensor], last: bool, gradients: bool) -> list[Tensor]:
-        """What an eager pass gives: first what is asked for (``last``: the last state alone), then what a backward pass needs besides."""
-        ...
-
-    def _attached(self, tensors: list[Tensor], found: list[Tensor], last: bool) -> list[Tensor]:
-        """What was asked for, differentiable in the tensors; ``found`` is known."""
-        ...
-
-
 def operated(module: Any) -> Any:
-    """A decorator: have operators make such modules from words. Modules that are derived from it are told as it is."""
+    """A decorator: have operators make such modules from words. Modules that are derived from it are told as it is.
+
+    They hold no tensors then: all are given, in an order that the module itself has put them into. Such a module has
+
+    - ``_found(tensors, last, gradients)``: what an eager pass gives, first what is asked for (``last``: the last state alone), then what a
+      backward pass needs besides; and ``_asked_for``, how many of these are differentiable
+    - ``_like``, of the same: tensors of the shapes and dtypes that ``_found`` gives, for any number of rows and steps
+    - ``_attached(tensors, found, last)``: what was asked for, differentiable in the tensors; ``found`` is known
+    """
     module._kind = module.__name__
     _MODULES[module.__name__] = module
     return module

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..runtime import is_capturing, is_transformed, outside_of_graph, unseen_by_
 from ..sequence.words import read_backwards
 from ..solution import Solution
 from .arguments import Mode, check_mode, check_newton
-from .cells import Restarting, Weights
+from .cells import Cell, Restarting, Weights
 from .operated_recurrent import OperatedRecurrent, dtype_of_autocast
 from .ragged import Documents, Padding, begins_backwards, reversed_in_time
 from .repeated import Repeating
@@ -50,6 +51,7 @@ class Recurrent(OperatedRecurrent):
     dropout: float
     bidirectional: bool
 
+    _cell_type: type[Cell]
     run_mode: Mode = "auto"
     newton: Newton = USUAL
     #: How the last pass went: a solution for each layer and direction, or what makes them; or of one by PyTorch its steps, rows, device and why.
@@ -334,7 +336,7 @@ class Recurrent(OperatedRecurrent):
         dtype = torch.promote_types(weights["weight_hh"].dtype, torch.float32)
         mixed = dtype_of_autocast(x.device)
         with _AS_IT_IS if mixed is None else torch.autocast(x.device.type, mixed):
-            xs: Any = self._cell_type().project(x, weights)
+            xs: Any = self._cell_type.project(x, weights)
         xs = xs if xs.dtype is dtype else xs.to(dtype)
         step = self._step(at, weights, dtype, restarting=reset is not None)
         if reset is not None:
@@ -357,7 +359,7 @@ class Recurrent(OperatedRecurrent):
         given = tuple(weights.values())
         known, as_they_are = kept.get((at, restarting)), all(each.dtype == dtype for each in given)
         # A module that changes its precision keeps its parameters, which hold other data then.
-        if known is not None and as_they_are and len(known[0]) == len(given) and all(map(_is_same, known[0], given)):
+        if known is not None and as_they_are and len(known[0]) == len(given) and all(map(is_, known[0], given)):
             return known[1]
         cell = self._cell({name: each.to(dtype) for name, each in weights.items()})
         if restarting:
@@ -366,11 +368,8 @@ class Recurrent(OperatedRecurrent):
             kept[at, restarting] = given, cell
         return cell
 
-    def _cell_type(self) -> Any:
-        raise NotImplementedError
-
     def _cell(self, weights: Weights) -> Any:
-        return self._cell_type()(weights)
+        return self._cell_type(weights)
 
     # How it went.
 
@@ -395,7 +394,3 @@ class Recurrent(OperatedRecurrent):
     def extra_repr(self) -> str:
         said = super().extra_repr()
         return f"{said}, mode={self.run_mode}" if self.run_mode != "auto" else said
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one is other

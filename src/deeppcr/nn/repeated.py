@@ -320,7 +320,7 @@ def _launched(
     """A solve of one layer in one direction by so many passes, which nobody waits for, and its states: as far as ``solve_fused`` goes before it looks."""
     from ..fuse import back
 
-    cell, xs = module._cell(weights), module._cell_type().project(x, weights)
+    cell, xs = module._cell(weights), module._cell_type.project(x, weights)
     if reset is not None:
         cell, xs = Restarting(cell), (xs, reset)
     newton = module._newton_in(mode)

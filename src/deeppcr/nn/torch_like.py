@@ -21,7 +21,7 @@ from ..solution import Result
 from ..stopping import UpdateTest
 from ..ways.fused import covers
 from .arguments import ASKED, EMPTY, Mode, complaint_of
-from .cells import ElmanCell, GRUCell, LSTMCell, Weights
+from .cells import Cell, ElmanCell, GRUCell, LSTMCell, Weights
 from .operator import operated
 from .ragged import Episodes, is_sorted
 from .recurrent import Recurrent
@@ -247,8 +247,7 @@ class RNN(TorchLike, nn.RNN):
 
     nonlinearity: str
 
-    def _cell_type(self) -> type[ElmanCell]:
-        return ElmanCell
+    _cell_type: type[Cell] = ElmanCell
 
     def _cell(self, weights: Weights) -> ElmanCell:
         # By the attribute that PyTorch's own kernel goes by.
@@ -288,8 +287,7 @@ class GRU(TorchLike, nn.GRU):
     (torch.Size([30, 16]), torch.Size([4, 2, 8]))
     """
 
-    def _cell_type(self) -> type[GRUCell]:
-        return GRUCell
+    _cell_type: type[Cell] = GRUCell
 
     def _dtype_of_outputs(self, x: Tensor, start: Tensor) -> torch.dtype:
         # On a CPU, PyTorch's GRU adds gates in half precision to a state that stays as it was.
@@ -313,8 +311,7 @@ class LSTM(TorchLike, nn.LSTM):
 
     proj_size: int
 
-    def _cell_type(self) -> type[LSTMCell]:
-        return LSTMCell
+    _cell_type: type[Cell] = LSTMCell
 
     def _widths(self) -> tuple[int, ...]:
         return self.proj_size or self.hidden_size, self.hidden_size

@@ -134,9 +134,7 @@ class StepGroup:
 
     def inputs(self, index: int | slice | Tensor) -> Any:
         """What the step sees of xs, at one step or at several."""
-        if self.xs is None:
-            return None
-        return pytree.tree_map(lambda leaf: leaf[index], self.xs)
+        return entry_of(self.xs, index)
 
     def call(self, state: Tensor, x: Any, batch_shape: tuple[int, ...] | None = None) -> Tensor:
         """One step: [B, D] to [B, D]."""
@@ -293,7 +291,7 @@ class StepGroup:
     def _push_loop(self, previous: Tensor, tangents: Tensor, xs: Any) -> tuple[Tensor, Tensor]:
         each = tangents.expand(previous.shape[0], -1, -1, -1)
         pairs = [
-            _DERIVATIVES[self.derivative](lambda state, n=n: self.call(state, _at(xs, n)), z, t)
+            _DERIVATIVES[self.derivative](lambda state, n=n: self.call(state, entry_of(xs, n)), z, t)
             for n, (z, t) in enumerate(zip(previous, each, strict=True))
         ]
         values, pushed = zip(*pairs, strict=True)
@@ -308,8 +306,9 @@ def _entries(xs: Any, count: int) -> list[Any]:
     return [pytree.tree_unflatten(each, spec) for each in zip(*(leaf.unbind() for leaf in leaves), strict=True)]
 
 
-def _at(xs: Any, n: int) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[n], xs) if xs is not None else None
+def entry_of(xs: Any, index: int | slice | list[int] | Tensor) -> Any:
+    """What a step, or several, see of a nest of tensors [L, ...]; None where there is none."""
+    return None if xs is None else pytree.tree_map(lambda leaf: leaf[index], xs)
 
 
 def first_line(error: BaseException) -> str:

@@ -282,14 +282,9 @@ def _as_pairs(numbers: Tensor) -> Tensor:
     return torch.stack((numbers.real, numbers.imag), -1)
 
 
-def _from_pairs(pairs: Tensor) -> Tensor:
-    """[..., 2] to complex numbers [...]."""
-    return torch.complex(pairs[..., 0], pairs[..., 1])
-
-
 def _shaped(part: Tensor, shape: tuple[int, ...], parts: int) -> Tensor:
     """Packed numbers of a leaf as the leaf."""
-    return _from_pairs(part.reshape((*shape, 2))) if parts == 2 else part.reshape(shape)
+    return torch.complex(*part.reshape((*shape, 2)).unbind(-1)) if parts == 2 else part.reshape(shape)
 
 
 def _is_like(leaf: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:

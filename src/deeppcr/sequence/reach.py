@@ -193,13 +193,11 @@ class Walk:
 
     def _noted(self, attributes: list[tuple[Hashable, Any]]) -> list[tuple[Hashable, Any]]:
         for name, each in attributes:
-            if issubclass(type(each), CONTAINERS) and len(each) > _MANY and not self._is_named(each):
+            # Not where it was reached before, and not as an attribute.
+            known = id(each) in self._numbers and id(each) not in self._large
+            if not known and issubclass(type(each), CONTAINERS) and len(each) > _MANY:
                 self._large.setdefault(id(each), set()).add(name)
         return attributes
-
-    def _is_named(self, container: Any) -> bool:
-        """Whether it was reached before, and not as an attribute."""
-        return id(container) in self._numbers and id(container) not in self._large
 
     def _in_slots(self, value: Any, kind: type) -> list[tuple[Hashable, Any]]:
         slots = self._slots.get(kind)

@@ -94,7 +94,9 @@ class Recording(Watcher):
                 self._changed.append(tensor)
                 self._written[_memory(tensor)] = self.reads(tensor) | reads
         elif reads:
-            is_flat = not kwargs and len(leaves) == len(args) and all(map(_is_leaf, args))
+            is_flat = (
+                not kwargs and len(leaves) == len(args) and not any(isinstance(e, (list, tuple, dict)) for e in args)
+            )
             self._note(func, leaves, None if is_flat else spec, found, reads)
         return found
 
@@ -271,10 +273,6 @@ _OF_TRUTHS |= {"logical_" + name.removeprefix("bitwise_"): gather for name, gath
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, (list, tuple, dict))
 
 
 def _tensors(nest: Any) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..linear.hierarchical import interleave
 from ..runtime import has_tangent, is_capturing, version_of
-from .evaluate import StepError, StepGroup, vmap_over_steps
+from .evaluate import StepError, StepGroup, entry_of, vmap_over_steps
 from .history import WithHistory
 from .layout import Layout, hint_of_array, hint_of_batch_first, note_call
 from .purity import AsDifferentiated, Purity, changes_in_place, refuse_hooked
@@ -58,7 +58,7 @@ class Sequence:
         inner = step.step if isinstance(step, Rowwise) else step
         self.history: int = inner.history if isinstance(inner, WithHistory) else 1  # states that a step looks back on
         self.notes: list[str] = []
-        self._verified: set[str] = set()
+        self._verified = False
         self._places: list[tuple[StepGroup, int]] = []  # of each step of a list: its group, and where in it
         if several:
             for index, each in enumerate(step):
@@ -168,7 +168,7 @@ class Sequence:
         Only for sequences of one step function.
         """
         moved, group = copy(self), self._groups[0][1]
-        moved.initial, moved.xs, moved.notes, moved._verified, moved._purity = initial, xs, [], set(), None
+        moved.initial, moved.xs, moved.notes, moved._verified, moved._purity = initial, xs, [], False, None
         moved._groups = [([], StepGroup(group.function, xs, self.layout, rowwise=group.way == "rowwise"))]
         return moved
 
@@ -195,7 +195,7 @@ class Sequence:
 
     def given_inputs(self, index: int) -> Any:
         """What was given for one step: without parameters of modules that are stacked, which are inputs of the step function as well."""
-        return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[index], self.xs)
+        return entry_of(self.xs, index)
 
     def _group_of(self, index: int) -> tuple[StepGroup, int]:
         return self._places[index] if self._places else (self._groups[0][1], index)
@@ -222,9 +222,7 @@ class Sequence:
 
     def map(self, function: Callable[..., Any], previous: Tensor, steps: range) -> Any:
         """``function(z, x)`` on the user's own state and input at every step, results stacked over steps."""
-        at = _as_slice(steps)
-        xs = pytree.tree_map(lambda leaf: leaf[at], self.xs) if self.xs is not None else None
-        return vmap_over_steps(function, self.layout.unpack(previous), xs)
+        return vmap_over_steps(function, self.layout.unpack(previous), entry_of(self.xs, _as_slice(steps)))
 
     def _gather(self, steps: range, evaluate: Callable) -> tuple[Tensor, ...]:
         """Let every group evaluate its share of ``steps`` and put the results in order."""
@@ -289,10 +287,9 @@ class Sequence:
         ranges = [range(first * chunk + k, self.length, chunk) for k in range(chunk)]
         return [steps for steps in ranges if len(steps)]
 
-    def verify_once(self, name: str) -> bool:
-        """True the first time it is asked about ``name``."""
-        new = name not in self._verified
-        self._verified.add(name)
+    def verify_once(self) -> bool:
+        """True the first time: whether the step is elementwise, where that is claimed, is seen once."""
+        new, self._verified = not self._verified, True
         return new
 
     @property

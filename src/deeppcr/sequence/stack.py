@@ -10,9 +10,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
-from .evaluate import StepError, StepGroup
+from .evaluate import StepError, StepGroup, entry_of
 from .layout import Layout
 
 #: What a list of steps may be.
@@ -44,7 +43,7 @@ def group_callables(
     groups, stacked, alone = [], 0, 0
     for members in alike:
         chosen = [callables[i] for i in members]
-        inputs = pytree.tree_map(lambda leaf, m=members: leaf[m], xs) if xs is not None else None
+        inputs = entry_of(xs, members)
         if all(f is chosen[0] for f in chosen):
             single = len(members) == 1
             groups.append((members, StepGroup(chosen[0], inputs, layout, one_by_one=single)))

@@ -104,13 +104,11 @@ class Trace(Watch):
         reason, changes = _facts_of(func)
         self.refusal = reason or _hides(func)
         self._entries.append((func, self._encode(args), *(self._encode(pair) for pair in kwargs.items())))
-        if changes and any(self._is_outside(each) for each in _tensors((args, kwargs))):
+        given = [each for each in _tensors((args, kwargs)) if not _has_no_memory(each)] if changes else ()
+        if any(each.untyped_storage().data_ptr() in self.outside for each in given):
             self.refusal = f"it changes a tensor that it closes over ({func})"
         for tensor in (found,) if isinstance(found, Tensor) else _tensors(found):
             self._name(tensor, ("made", len(self._names)))
-
-    def _is_outside(self, tensor: Tensor) -> bool:
-        return not _has_no_memory(tensor) and tensor.untyped_storage().data_ptr() in self.outside
 
     def _name(self, tensor: Tensor, name: Hashable) -> Hashable:
         """What the memory of a tensor is called: ``name``, unless it has one."""

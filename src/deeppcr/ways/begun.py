@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from functools import cache
 from operator import is_
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -67,14 +68,14 @@ class Ready:
         with_graph = torch.is_grad_enabled()  # else nobody has to keep them out of one
         initial = layout.pack_leaves(self.starts(call) if with_graph else call.states)
         shape = None if settled is None else settled.shape
-        self.run: Any = _running().Run(fused.kernels, initial, self.bases, length, shape)
+        self.run: Any = fuse().run.Run(fused.kernels, initial, self.bases, length, shape)
         if settled is None:
             settled = Settled.of(call, fused, newton, self.bases, self.run.shape, repeated=guess is None)
         self.settled: Settled = settled
         if call.short and not settled.differentiated:
             self.run.leaves = tuple(layout.sizes)
         self.known: Any = fused.kind(settled.key)
-        self.kind: Any = _running().Kind(length, length) if loop else self.known.copy()
+        self.kind: Any = fuse().run.Kind(length, length) if loop else self.known.copy()
         self.expected: _Expected | None = None
         self.looks: tuple[Any, ...] | None = None
         self.certain: bool = False
@@ -88,7 +89,7 @@ class Ready:
     def begin(self, guess: Tensor | None = None, every: int = 1) -> Any:
         """The first passes, launched now if they were not before."""
         if self.passes is None:
-            self.passes = _running().begin(self.run, self.kind, self.settled.wanted, guess, every)
+            self.passes = fuse().run.begin(self.run, self.kind, self.settled.wanted, guess, every)
         return self.passes
 
 
@@ -206,7 +207,7 @@ def begin(call: Any, newton: Newton) -> Ready | None:
     expected.missed += 1
     try:
         ready.begin()
-    except (_too_large(), torch.OutOfMemoryError):  # the solve, which finds that, too, may have another way
+    except (fuse().too_large, torch.OutOfMemoryError):  # the solve, which finds that, too, may have another way
         return None
     ready.expected = expected
     if settled is None:
@@ -263,18 +264,13 @@ def _tolerances(newton: Newton, dtype: torch.dtype) -> tuple[Tolerance, Toleranc
 
 
 @cache
-def _running() -> Any:
-    """Looked up once: that takes as long as a launch."""
-    from ..fuse import run
-
-    return run
-
-
-@cache
-def _too_large() -> type[Exception]:
+def fuse() -> SimpleNamespace:
+    """What launches kernels, which needs Triton and NumPy; looked up once: that takes as long as a launch."""
     from triton import OutOfResources
 
-    return OutOfResources
+    from ..fuse import back, closer, run
+
+    return SimpleNamespace(back=back, run=run, closer=closer, too_large=OutOfResources)
 
 
 def forget_expected() -> None:

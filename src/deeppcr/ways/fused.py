@@ -19,13 +19,14 @@ from ..graphs.cache import recorded_layers
 from ..newton import USUAL, Newton
 from ..runtime import has_kernels, is_elsewhere, is_transformed
 from ..sequence import Rowwise
+from ..sequence.evaluate import entry_of
 from ..sequence.fingerprint import structure_of
 from ..sequence.history import WithHistory
 from ..sequence.layout import Layout
 from ..sequence.stack import LISTS, as_one_step
-from .begun import Ready, begin, forget_expected, taken
+from .begun import Ready, begin, forget_expected, fuse, taken
 from .fused_solution import FusedSolution
-from .passes import by_fixed_corrections, by_passes, fuse
+from .passes import by_fixed_corrections, by_passes
 
 if TYPE_CHECKING:  # it needs Triton and NumPy, and takes seconds to import: those wait who have use for it
     from ..fuse.step import FusedStep
@@ -80,7 +81,8 @@ class Call:
         self.inputs, self.inputs_spec = ([], None) if xs is None else _flattened(xs)
         self.reached: list[Tensor] = []
         if self.inputs:
-            self.length = self.inputs[0].shape[0] if _has_length(self.inputs[0]) else None
+            leaf = self.inputs[0]
+            self.length = leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim > 0 else None
         else:
             self.length = steps if length is None else length
         self._key: Hashed | None = None
@@ -155,14 +157,9 @@ class Call:
             return "autocast, transforms and observers of operations are not covered"
         return None
 
-    def inputs_of(self, index: int) -> Any:
-        """What a step sees of xs; None where there are none."""
-        return None if self.xs is None else pytree.tree_map(lambda leaf: leaf[index], self.xs)
-
     def given_inputs(self, index: int) -> Any:
         """What was given for a step: of a list of modules that are one step here without their parameters."""
-        _, xs = self.given
-        return None if xs is None else pytree.tree_map(lambda leaf: leaf[index], xs)
+        return entry_of(self.given[1], index)
 
     @property
     def fused(self) -> FusedStep | str | None:
@@ -201,7 +198,7 @@ class Call:
 
             layout = Layout.of(self.z0, self.batch_dims)
             try:
-                found = FusedStep.of(self.step, layout, self.z0, self.inputs_of(0), self.reached)
+                found = FusedStep.of(self.step, layout, self.z0, entry_of(self.xs, 0), self.reached)
             except NotCovered as reason:
                 found = str(reason)
             _steps.put(self.key, found)
@@ -223,10 +220,6 @@ def _flattened(nest: Any) -> tuple[list[Any], Any]:
     if type(nest) is tuple and all(isinstance(each, Tensor) for each in nest):
         return list(nest), len(nest)
     return pytree.tree_flatten(nest)
-
-
-def _has_length(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
 #: What kernels know no other way of.

@@ -116,7 +116,7 @@ def _by_graph(sequence: Sequence, gradient: Gradient) -> Solution:
     outcome, plan = _outcome_of_loop(sequence, states), Plan()
     plan.note("one step after the other, by a graph")
     if not (torch.is_grad_enabled() and sequence.needs_gradients):
-        return _solution(sequence, outcome, plan, _nothing(sequence))
+        return _solution(sequence, outcome, plan, torch.zeros_like(sequence.initial.detach()[:, 0]))
     judged = judge(sequence, outcome, Newton())
     if judged.results != outcome.results:
         raise differs(sequence)
@@ -172,23 +172,11 @@ def _by_kernels(
 
 def _outcome_of_loop(sequence: Sequence, states: Tensor) -> Outcome:
     """Of states [L, B, D] that a loop found; warns where they are not finite."""
-    rows, device = sequence.layout.rows, sequence.layout.device
-    outcome = Outcome(
-        states=states,
-        results=[Result.LOOP] * rows,
-        iterations=torch.zeros(rows, dtype=torch.long, device=device),
-        exact_steps=torch.full((rows,), sequence.length, device=device),
-        updates=torch.zeros(0, rows, device=device),
-    )
+    outcome = Outcome.of_loop(states, Result.LOOP, sequence.layout.rows, sequence.length)
     outcome = _mark_non_finite(outcome, Result.LOOP, first_not_finite(states))
     if Result.NON_FINITE in outcome.results:
         warn(describe(sequence, outcome))
     return outcome
-
-
-def _nothing(sequence: Sequence) -> Tensor:
-    """The residual [B] of a loop."""
-    return torch.zeros_like(sequence.initial.detach()[:, 0])
 
 
 def _unseen(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradient, plan: Plan) -> Solution:

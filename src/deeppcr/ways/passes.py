@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +12,7 @@ from ..runtime import has_hooks_of_saved_tensors
 from ..sequence.layout import refuse_not_finite
 from ..solution import Result
 from ..tolerance import Tolerance
-from .begun import Ready
+from .begun import Ready, fuse
 from .fused_solution import LATE, FusedSolution, dropped_from, plan_of, spoil_failed
 from .trusted import is_due, is_trusted
 
@@ -24,16 +22,6 @@ if TYPE_CHECKING:
 
 _NOT_JOINED, _FEW_STEPS = "the chunks of such a solve did not join", "so few steps take less than chunks that join"
 _HIDDEN = 'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'
-
-
-@cache
-def fuse() -> SimpleNamespace:
-    """What launches kernels, which needs Triton and NumPy; looked up once: that takes as long as a launch."""
-    from triton import OutOfResources
-
-    from ..fuse import back, closer, run
-
-    return SimpleNamespace(back=back, run=run, closer=closer, too_large=OutOfResources)
 
 
 def by_fixed_corrections(call: Any, ready: Ready, guess: Tensor | None, fixed: int) -> FusedSolution:

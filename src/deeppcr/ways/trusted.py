@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..sequence import Sequence
+from ..sequence.evaluate import entry_of
 from ..tolerance import Tolerance, bears_out
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def is_trusted(
     if fused.solves[differentiated]:
         return fused.is_borne_out(call.step, initial, call.xs, found.states, tolerance, found.chunk)
     return _bears_out(call, initial, found.states, tolerance) and (
-        not differentiated or fused.has_gradients_of(call.step, call.z0, call.inputs_of(0), call.reached)
+        not differentiated or fused.has_gradients_of(call.step, call.z0, entry_of(call.xs, 0), call.reached)
     )
 
 

@@ -1,0 +1,5 @@
+"""What tests of networks share."""
+
+from repeating import graphs
+
+__all__ = ["graphs"]
