@@ -1,6 +1,8 @@
 """What a step keeps outside of modules: refused by name by Newton's method, and left to the loop by default."""
 
 import random
+import threading
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -129,6 +131,34 @@ def other_after_a_while():
     return step
 
 
+def in_a_variable_of_a_context():
+    count = ContextVar("count")
+    count.set(0.0)
+
+    def step(z, x):
+        count.set(count.get() + 1)
+        return 0.5 * z + x * count.get()
+
+    return step
+
+
+def at_something(holder):
+    """An attribute: of a tensor, or of what each thread has for itself."""
+
+    def make():
+        held = holder()
+        held.count = 0.0
+
+        def step(z, x):
+            held.count += 1
+            return 0.5 * z + x * held.count
+
+        return step
+
+    return make
+
+
+ELSEWHERE = [in_a_variable_of_a_context, at_something(threading.local), at_something(lambda: torch.zeros(3))]
 COUNTING = [
     Clock, counting_in_a_list, largest_in_a_dict, longer_after_a_while, longer_by_keyword, other_after_a_while,
 ]  # fmt: skip
@@ -136,7 +166,7 @@ DRAWING = [by_a_generator(True), by_a_generator(False)]
 OUTSIDE = [Velocity, lambda: Velocity().method, VelocityInPlace, in_a_closure, in_a_list]
 
 
-@pytest.mark.parametrize("make", [*OUTSIDE, *COUNTING, *DRAWING])
+@pytest.mark.parametrize("make", [*OUTSIDE, *COUNTING, *ELSEWHERE, *DRAWING])
 def test_what_a_step_keeps_outside_of_modules_is_left_to_the_loop_by_default(make, monkeypatch):
     """From its second step on no step is taken twice, not even by a probe: that would go on from what the probe has left."""
     monkeypatch.setitem(plan._WORTH_NEWTON, "cpu", 0.0)
