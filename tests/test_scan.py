@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 import deeppcr
 from deeppcr import Loop, Newton, Result, scan

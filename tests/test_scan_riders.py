@@ -231,6 +231,25 @@ def test_counters_that_are_changed_in_place_count(combine, solver, device):
     assert_same(init, rare_event(device)[0][-1] if combine is in_place_alone else rare_event(device)[0])
 
 
+def test_a_counter_of_inputs_that_are_changed_in_place_counts(device):
+    combine = lambda n, x: (n + x.add_(1), x * n)  # noqa: E731
+    start, xs = torch.tensor(0, device=device), torch.arange(9, device=device)
+    found = scan(combine, start, xs.clone())  # which the plain loop changes, too
+    assert_same(found, plain_scan(combine, start, xs.clone()))
+
+
+def test_a_counter_that_is_written_to_behind_the_back_of_pytorch_counts():
+    def combine(carry, x):
+        m, n = carry
+        ctypes.c_int64.from_address(n.data_ptr()).value += 1
+        return (m * 0.9 + x, n), m * n
+
+    init, xs = rare_event("cpu")
+    carry, ys = scan(combine, init, xs)
+    assert carry[1] == len(xs)
+    assert_same(ys, plain_scan(combine, pytree.tree_map(torch.clone, init), xs)[1])
+
+
 @pytest.mark.parametrize("first", [0, 3], ids=["always", "later"])
 def test_an_output_that_the_next_step_changes_is_refused(first, device):
     def combine(n, x):

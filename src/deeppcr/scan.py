@@ -239,8 +239,7 @@ def _run(
             reason = f"what the carry holds beside floating tensors {why}"
     if reason is not None:
         return _by_loop(body, init, inputs, reason, return_solution)
-    # A step that writes to what it is given writes to a copy: what it leads to is held against the paths themselves.
-    xs = (*(path[:-1].clone() for path in paths), *inputs)
+    xs = (*(path[:-1] for path in paths), *inputs)
     if state:
         solution = solve(body, tuple(state), xs, batch_dims=batch_dims, solver=solver)
     else:

@@ -23,7 +23,7 @@ from ..runtime import Watcher
 #: Read of a tensor its shape alone.
 _LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 #: Hand a tensor's values or its memory to the host, and no operation tells of that.
-_HANDED_OUT = {"tolist", "numpy", "__array__", "__dlpack__", "__deepcopy__"}
+_HANDED_OUT = {"tolist", "numpy", "__array__", "__dlpack__"}
 _IN_PLACE = "is made by changing a tensor in place"
 
 
