@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .newton import Loop, Newton
-from .runtime import is_out_of_memory, outside_of_graph, version_of
+from .runtime import is_out_of_memory, outside_of_graph
 from .sequence.evaluate import StepError, vmap_over_steps
 from .sequence.history import Emitting
+from .sequence.kept import writes_of
 from .sequence.layout import describe
 from .sequence.purity import changes_in_place
 from .sequence.riders import DependsOnState, courses
@@ -274,9 +275,9 @@ def _by_loop(
 ) -> tuple[Any, Any, Solution | None]:
     carry, outputs, carries = [leaf.clone() for leaf in init], [], []  # the caller's own stay as they are
     for x in zip(*(leaf.unbind() for leaf in inputs), strict=True):
-        given, before = carry, [version_of(leaf) for leaf in carry]
+        given, before = carry, _writes(carry)
         carry, y = body.step(given, x)
-        if before != [version_of(leaf) for leaf in given] and outputs and _share_memory(outputs[-1], given):
+        if before != _writes(given) and outputs and _share_memory(outputs[-1], given):
             raise StepError(changes_in_place("the carry, and with it an output of the step before,"))
         outputs.append(y)
         if return_solution:  # copies, since the next step may change them in place
@@ -288,6 +289,14 @@ def _by_loop(
             states, len(outputs), f"one step after the other: {reason}" if reason else "", init[0].device
         )
     return body.carries.of(carry), _stacked(outputs), solution
+
+
+def _writes(leaves: Sequence[Tensor]) -> list[int] | None:
+    """How often each was written to; None in inference mode, where that is not counted."""
+    try:
+        return list(map(writes_of, leaves))
+    except RuntimeError:
+        return None
 
 
 def _share_memory(*nests: Any) -> bool:
