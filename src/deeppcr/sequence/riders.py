@@ -73,15 +73,16 @@ class Recording(Watcher):
         self._maker: dict[int, _Operation] = {}
         self.looked_at: frozenset[int] = frozenset()  # sources whose values the program has seen
         self.random: bool = False
-        self._calls = _Calls(self)
 
     def __enter__(self) -> Self:
+        self._calls = _Calls(self)
         self._calls.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._calls.__exit__(*error)
+        del self._calls  # which refers to this: what is held here goes as soon as nobody needs it
 
     def reads(self, tensor: Tensor) -> frozenset[int]:
         """The numbers of the sources that a tensor depends on."""
