@@ -2,36 +2,11 @@
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 import deeppcr
 from deeppcr import Loop, Newton, Result, scan
-from deeppcr.sequence.riders import courses
 from kernel_support import thorough
-
-SOLVERS = [None, Newton(), Loop()]
-
-
-def plain_scan(combine, init, xs, *, dim=0, reverse=False):
-    """The loop, with nothing of the library's in it."""
-    leaves, spec = pytree.tree_flatten(xs)
-    leaves = [leaf.movedim(dim, 0) for leaf in leaves]
-    length, carry = len(leaves[0]), init
-    outputs = [None] * length
-    for step in reversed(range(length)) if reverse else range(length):
-        carry, outputs[step] = combine(carry, pytree.tree_unflatten([leaf[step] for leaf in leaves], spec))
-    return carry, pytree.tree_map(lambda *each: torch.stack(each, dim if dim <= each[0].ndim else 0), *outputs)
-
-
-def assert_same(found, expected, **tolerance):
-    found, expected = (pytree.tree_flatten(each) for each in (found, expected))
-    assert found[1] == expected[1]
-    for ours, theirs in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(ours, theirs, **tolerance)
-
-
-def normal(*shape, device):
-    return torch.randn(*shape, dtype=torch.float64, device=device, requires_grad=True)
+from plain_scan import SOLVERS, assert_same, normal, plain_scan
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
@@ -93,93 +68,6 @@ def test_rows_that_are_declared_are_solved_each(device):
     init = normal(4, 3, device=device)
     carry, ys, solution = scan(combine, init, xs, batch_dims=1, solver=Newton(), return_solution=True)
     assert solution.iterations.shape == (4,)
-    assert solution.result is Result.CONVERGED
-    assert_same((carry, ys), plain_scan(combine, init, xs), rtol=1e-8, atol=1e-9)
-
-
-# Of riders (n, k: integers; m: truths) and an input (x: integers), what becomes of n, k and m; and whether that takes no loop.
-RIDERS = {
-    "counters": (lambda n, k, m, x: (n + 1, 2 + k, m), True),
-    "sums, differences": (lambda n, k, m, x: (n + x, k - x * x, m), True),
-    "products that wrap around": (lambda n, k, m, x: (n * 3, x * k, m), True),
-    "largest, smallest": (lambda n, k, m, x: (torch.maximum(n, x), torch.minimum(x - 5, k), m), True),
-    "any, all": (lambda n, k, m, x: (n, k, m | (x > 8)), True),
-    "all": (lambda n, k, m, x: (n, k, ~(x > 8) & m), True),
-    "parity": (lambda n, k, m, x: (n, k, m ^ (x % 2 == 0)), True),
-    "logical": (lambda n, k, m, x: (n, k, torch.logical_or(m, x - 7)), True),
-    "the last input": (lambda n, k, m, x: (x.expand(2).clone(), n + 0, k > 3), True),
-    "one that follows another": (lambda n, k, m, x: (n + k, k + 1, m | (n > 20)), True),
-    "a constant": (lambda n, k, m, x: (torch.zeros_like(n), k.new_full((2,), 4), torch.ones_like(m)), True),
-    "in circles": (lambda n, k, m, x: ((n * 3 + 1) % 17, k + n, m), False),
-    "itself twice": (lambda n, k, m, x: (n + n, k, m), False),
-    "from something": (lambda n, k, m, x: (x - n, k, ~m), False),
-    "two that need each other": (lambda n, k, m, x: (k + x, n - 1, m & (n > k)), False),
-}
-
-
-@pytest.mark.parametrize("length", [1, 2, 65])
-@pytest.mark.parametrize("name", RIDERS)
-def test_what_rides_along_is_known_beforehand(name, length, device, monkeypatch):
-    change, at_once = RIDERS[name]
-    current = [torch.tensor(each, device=device) for each in ([0, 7], [-3, 2], [False, True])]
-    xs, state = torch.randint(-9, 10, (length,), device=device), [torch.ones(3, device=device)]
-    loops = []
-    with monkeypatch.context() as patched:  # what a loop over the steps ends with
-        patched.setattr(torch, "stack", lambda each, stack=torch.stack: loops.append(each) or stack(each))
-        found = courses(lambda state, riders, inputs: list(change(*riders, *inputs)), state, current, [xs])
-    assert (not loops) is at_once
-    for step in range(length + 1):
-        for ours, theirs in zip(found, current, strict=True):
-            assert len(ours) == length + 1
-            torch.testing.assert_close(ours[step], theirs)
-        current = change(*current, xs[step]) if step < length else current
-
-
-def test_small_integers_wrap_around(device):
-    start, xs = torch.tensor([100, -100], dtype=torch.int8, device=device), torch.full((9,), 100, device=device)
-    combine = lambda n, x: (n + x.to(torch.int8), n)  # noqa: E731
-    assert_same(scan(combine, start, xs), plain_scan(combine, start, xs))
-
-
-FOLLOWERS = {
-    "compared": lambda h, n, x: n + (h.sum() > 0),
-    "rounded": lambda h, n, x: h.sum().long(),
-    "written to": lambda h, n, x: n.clone().copy_(h.sum()),
-    "made, then written to": lambda h, n, x: torch.zeros_like(n).copy_(h.sum()),
-    "a view written to": lambda h, n, x: _by_view(n, h.sum()),
-    "looked at": lambda h, n, x: n + (1 if h.sum() > 0 else 2),
-    "drawn": lambda h, n, x: n + torch.randint(0, 1, (), device=h.device),
-}
-
-
-def _by_view(n, value):
-    found = n.clone().reshape(1)
-    found.view(1, 1)[0, 0] = value.long()
-    return found.reshape(())
-
-
-@pytest.mark.parametrize("name", FOLLOWERS)
-def test_what_follows_the_state_is_left_to_the_loop(name, device):
-    follow, xs = FOLLOWERS[name], normal(9, 3, device=device)
-    init = (torch.ones(3, dtype=torch.float64, device=device), torch.tensor(0, device=device))
-    combine = lambda carry, x: ((torch.sin(carry[0]) + x, follow(*carry, x)), carry[0] * carry[1])  # noqa: E731
-    carry, ys, solution = scan(combine, init, xs, solver=Newton(), return_solution=True)
-    assert_same((carry, ys), plain_scan(combine, init, xs))
-    assert solution.result is Result.LOOP
-    assert any("what the carry holds beside floating tensors" in note for note in solution.plan.notes)
-
-
-def test_in_place_on_the_way_to_the_state_is_none_of_its_riders_business(device):
-    layer = torch.nn.Linear(3, 3, dtype=torch.float64, device=device)  # on one row it squeezes in place
-
-    def combine(carry, x):
-        h, n = carry
-        after = torch.tanh(layer(h)).mul_(0.5)
-        return (after + x, n + 1), after
-
-    init = (torch.ones(3, dtype=torch.float64, device=device), torch.tensor(0, device=device))
-    xs = normal(9, 3, device=device)
-    carry, ys, solution = scan(combine, init, xs, solver=Newton(), return_solution=True)
     assert solution.result is Result.CONVERGED
     assert_same((carry, ys), plain_scan(combine, init, xs), rtol=1e-8, atol=1e-9)
 
@@ -315,32 +203,3 @@ def test_a_compiler_steps_around_it():
     xs = torch.randn(5, 2)
     torch.testing.assert_close(run(torch.ones(2), xs), 2 * (1 + xs.sum(0)))
     assert len(graphs) == 2  # what comes before it, and what comes after
-
-
-def reads_the_state(carry, x):
-    z, n = carry
-    return (z + x, n + int(z.tolist()[0] > 2.5)), z
-
-
-def changes_a_counter_in_place(n, x):
-    n += 1
-    return n, n * 2
-
-
-@pytest.mark.parametrize(
-    ("step", "init"),
-    [(reads_the_state, (torch.zeros(1), torch.tensor(0))), (changes_a_counter_in_place, torch.tensor([0]))],
-)
-def test_numbers_that_no_operation_tells_of(step, init):
-    """They are found out by the step itself, and the caller's own stay as they are."""
-    xs = torch.ones(6, 1)
-    carry, ys = deeppcr.scan(step, init, xs)
-    expected, outputs = pytree.tree_map(torch.clone, init), []
-    for x in xs:
-        expected, y = step(expected, x)
-        outputs.append(y.clone())
-    torch.testing.assert_close(carry, expected)
-    torch.testing.assert_close(ys, torch.stack(outputs))
-    torch.testing.assert_close(
-        init, (torch.zeros(1), torch.tensor(0)) if step is reads_the_state else torch.tensor([0])
-    )

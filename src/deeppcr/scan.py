@@ -15,9 +15,11 @@ from torch.utils import _pytree as pytree
 
 from .newton import Loop, Newton
 from .runtime import is_out_of_memory, outside_of_graph
-from .sequence.evaluate import vmap_over_steps
+from .sequence.evaluate import StepError, vmap_over_steps
 from .sequence.history import Emitting
+from .sequence.kept import writes_of
 from .sequence.layout import describe
+from .sequence.purity import changes_in_place
 from .sequence.riders import DependsOnState, courses
 from .sequence.sequence import find_length
 from .sequence.words import read_backwards
@@ -40,8 +42,8 @@ def scan(
 
     What it takes and gives is what PyTorch's scan takes and gives. The floating tensors of the carry are the state of ``deeppcr.solve``,
     which chooses the way. Integers and truths in it (counters, masks) are found before, and ride along; where they depend on the state,
-    or the carry has floating tensors of several dtypes, values that are not finite or none at all, the loop is run as it stands.
-    A carry of counters and masks alone needs no solve. The outputs are computed for all steps at once when the carries are known.
+    the step reads values (``.item()``, ``.numpy()``) or changes them in place, or the carry has floating tensors of several dtypes, values
+    that are not finite or none at all, the loop is run as it stands. A carry of counters and masks alone needs no solve. The outputs are computed for all steps at once when the carries are known.
 
     A parallel solve calls ``combine_fn`` for what the carry becomes, several times, and each call computes the output as well: what is
     large in it and needs no loop (the last layer of a network) is better applied to ``ys``.
@@ -151,10 +153,11 @@ class _Body(Emitting):
         self.floating = [at for at, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
         self.riding = [at for at in range(len(leaves)) if at not in self.floating]
 
-    def both(self, z: Sequence[Tensor], x: Sequence[Tensor]) -> tuple[Any, Any]:
+    def both(self, z: Sequence[Tensor], x: Sequence[Tensor]) -> tuple[Any, tuple[Any, list[Tensor]]]:
+        """The next state, and beside it the output and what rides along after the step."""
         count = len(self.riding)
         leaves, y = self.step(self.carry(z, x[:count]), x[count:])
-        return tuple([leaves[at] for at in self.floating]), y
+        return tuple([leaves[at] for at in self.floating]), (y, [leaves[at] for at in self.riding])
 
     def carry(self, state: Sequence[Tensor], riders: Sequence[Tensor]) -> list[Tensor]:
         """The leaves of a carry."""
@@ -232,53 +235,27 @@ def _run(
     paths: list[Tensor] = []
     if reason is None and riders:
         try:
-            paths = courses(lambda z, r, x: _riders_after(body, z, r, x), state, riders, inputs)
+            paths = courses(lambda z, r, x: body.both(z, [*r, *x])[1][1], state, riders, inputs)
         except DependsOnState as why:
             reason = f"what the carry holds beside floating tensors {why}"
     if reason is not None:
         return _by_loop(body, init, inputs, reason, return_solution)
     xs = (*(path[:-1] for path in paths), *inputs)
-    if not state and not _are_borne_out(body, (), paths, inputs):
-        return _by_loop(body, init, inputs, _OTHER_RIDERS, return_solution)
-    if not state:
-        carry = body.carries.of([path[-1] for path in paths])
-        solution = _solution(
-            [], len(inputs[0]), "no floating tensor in the carry: there is nothing to solve for", init[0].device
-        )
-        return carry, _all_at_once(body, (), xs), solution
-    solution = solve(body, tuple(state), xs, batch_dims=batch_dims, solver=solver)
-    previous = tuple(
-        torch.cat([first.unsqueeze(0), after[:-1]]) for first, after in zip(state, solution.states, strict=True)
-    )
-    if not _are_borne_out(body, previous, paths, inputs):
+    if state:
+        solution = solve(body, tuple(state), xs, batch_dims=batch_dims, solver=solver)
+    else:
+        note = "no floating tensor in the carry: there is nothing to solve for"
+        solution = _solution([], len(inputs[0]), note, init[0].device)
+    if solution.outputs is not None:
+        (ys, after), solution = _stacked_pairs(solution.outputs), replace(solution, outputs=None)
+    else:
+        pairs = zip(state, solution.states, strict=True)
+        ys, after = _all_at_once(body, tuple([torch.cat([z.unsqueeze(0), path[:-1]]) for z, path in pairs]), xs)
+    # The step may read values where no operation is seen. That it leads from every entry of the paths to the next says all.
+    if not all(torch.equal(each, path[1:]) for each, path in zip(after, paths, strict=True)):
         return _by_loop(body, init, inputs, _OTHER_RIDERS, return_solution)
     last = body.carry([leaf[-1] for leaf in solution.states], [path[-1] for path in paths])
-    if solution.outputs is not None:
-        ys, solution = _stacked(solution.outputs), replace(solution, outputs=None)
-    else:
-        ys = _all_at_once(body, previous, xs)
     return body.carries.of(last), ys, solution
-
-
-@torch.no_grad()
-def _are_borne_out(body: _Body, previous: tuple[Tensor, ...], paths: list[Tensor], inputs: list[Tensor]) -> bool:
-    """Whether the step itself, taken at some places, gives the numbers that ride along: it may read values where no operation is seen.
-
-    Args:
-        previous: the states [L, ...] before all steps
-    """
-    length = len(inputs[0])
-    for at in sorted({0, 1, length // 2, length - 1} & set(range(length))) if paths else ():
-        state, riders, x = ([leaf[at].clone() for leaf in each] for each in (previous, paths, inputs))
-        found = _riders_after(body, state, riders, x)
-        if not all(torch.equal(one, path[at + 1]) for one, path in zip(found, paths, strict=True)):
-            return False
-    return True
-
-
-def _riders_after(body: _Body, state: list[Tensor], riders: list[Tensor], x: list[Tensor]) -> list[Tensor]:
-    leaves, _ = body.step(body.carry(state, riders), x)
-    return [leaves[at] for at in body.riding]
 
 
 def _reason_for_loop(state: list[Tensor]) -> str | None:
@@ -298,10 +275,13 @@ def _by_loop(
 ) -> tuple[Any, Any, Solution | None]:
     carry, outputs, carries = [leaf.clone() for leaf in init], [], []  # the caller's own stay as they are
     for x in zip(*(leaf.unbind() for leaf in inputs), strict=True):
-        carry, y = body.step(carry, x)
+        given, before = carry, _writes(carry)
+        carry, y = body.step(given, x)
+        if before != _writes(given) and outputs and _share_memory(outputs[-1], given):
+            raise StepError(changes_in_place("the carry, and with it an output of the step before,"))
         outputs.append(y)
-        if return_solution:
-            carries.append([carry[at] for at in body.floating])
+        if return_solution:  # copies, since the next step may change them in place
+            carries.append([carry[at].clone() for at in body.floating])
     solution = None
     if return_solution:
         states = [torch.stack(each) for each in zip(*carries, strict=True)]
@@ -309,6 +289,22 @@ def _by_loop(
             states, len(outputs), f"one step after the other: {reason}" if reason else "", init[0].device
         )
     return body.carries.of(carry), _stacked(outputs), solution
+
+
+def _writes(leaves: Sequence[Tensor]) -> list[int] | None:
+    """How often each was written to; None in inference mode, where that is not counted."""
+    try:
+        return list(map(writes_of, leaves))
+    except RuntimeError:
+        return None
+
+
+def _share_memory(*nests: Any) -> bool:
+    addresses = [
+        {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)}
+        for nest in nests
+    ]
+    return not set.isdisjoint(*addresses)
 
 
 def _solution(states: list[Tensor], length: int, note: str, device: torch.device) -> Solution:
@@ -319,8 +315,8 @@ def _solution(states: list[Tensor], length: int, note: str, device: torch.device
     return without_iterations(tuple(states), (result,), exact, plan, result.value.format(step=at + 1))
 
 
-def _all_at_once(body: _Body, previous: tuple[Tensor, ...], xs: tuple[Tensor, ...]) -> Any:
-    """The outputs of all steps [L, ...], from the states [L, ...] before them and their inputs."""
+def _all_at_once(body: _Body, previous: tuple[Tensor, ...], xs: tuple[Tensor, ...]) -> tuple[Any, list[Tensor]]:
+    """The outputs of all steps [L, ...] and what rides along after them, from the states [L, ...] before them and their inputs."""
     nests: list[tuple[pytree.TreeSpec, list[bool]]] = []
 
     def outputs(z: tuple[Tensor, ...], x: tuple[Tensor, ...]) -> list[Tensor]:
@@ -335,12 +331,17 @@ def _all_at_once(body: _Body, previous: tuple[Tensor, ...], xs: tuple[Tensor, ..
         if is_out_of_memory(error):
             raise
         steps = range(len(xs[0]))
-        return _stacked([body.both([z[l] for z in previous], [x[l] for x in xs])[1] for l in steps])
+        return _stacked_pairs([body.both([z[l] for z in previous], [x[l] for x in xs])[1] for l in steps])
     spec, there = nests[-1]
     return pytree.tree_unflatten([next(found) if each else None for each in there], spec)
 
 
-def _stacked(outputs: list[Any]) -> Any:
+def _stacked_pairs(outputs: list[tuple[Any, list[Tensor]]]) -> tuple[Any, list[Tensor]]:
+    ys, after = zip(*outputs, strict=True)
+    return _stacked(ys), _stacked(after) if after[0] else []
+
+
+def _stacked(outputs: Sequence[Any]) -> Any:
     """The outputs of all steps, one after the other, as one nest [L, ...]."""
     flat, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
     if any(spec != specs[0] for spec in specs):

@@ -383,7 +383,7 @@ def first_not_finite(states: Tensor, *, infinities: bool = False) -> Tensor:
         infinities: are values as others are, as in a loop that begins with one
     """
     wrong = torch.isnan(states.detach()) if infinities else ~torch.isfinite(states.detach())
-    bad = wrong.flatten(2).any(-1)
+    bad = wrong.unsqueeze(-1).flatten(2).any(-1)
     return torch.where(bad.any(0), bad.long().argmax(0), -1)
 
 

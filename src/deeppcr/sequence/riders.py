@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime import Watcher
 
 #: Read of a tensor its shape alone.
 _LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+#: Hand a tensor's values or its memory to the host, and no operation tells of that.
+_HANDED_OUT = {"tolist", "numpy", "__array__", "__dlpack__"}
 _IN_PLACE = "is made by changing a tensor in place"
 
 
@@ -71,11 +74,25 @@ class Recording(Watcher):
         self.looked_at: frozenset[int] = frozenset()  # sources whose values the program has seen
         self.random: bool = False
 
+    def __enter__(self) -> Self:
+        self._calls = _Calls(self)
+        self._calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._calls.__exit__(*error)
+        del self._calls  # which refers to this: what is held here goes as soon as nobody needs it
+
     def reads(self, tensor: Tensor) -> frozenset[int]:
         """The numbers of the sources that a tensor depends on."""
         number = self._numbers.get(id(tensor))
         made = self._reads[number] if number is not None else frozenset()
         return made | self._written.get(_memory(tensor), frozenset())
+
+    def was_changed(self, tensor: Tensor) -> bool:
+        """Whether its memory was written to."""
+        return _memory(tensor) in self._written
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,11 +151,11 @@ class Recording(Watcher):
         order: dict[int, _Operation] = {}  # by its first result, each after those that it needs
 
         def visit(what: Any) -> None:
+            if isinstance(what, _Made) and self.was_changed(self._held[what.number]):
+                raise DependsOnState(_IN_PLACE)
             operation = self.maker(what)
             if operation is None or id(operation) in order:
                 return
-            if _memory(self._held[what.number]) in self._written:
-                raise DependsOnState(_IN_PLACE)
             for each in operation.arguments:
                 visit(each)
             order[id(operation)] = operation
@@ -156,6 +173,22 @@ class Recording(Watcher):
             return [known[each.number] if isinstance(each, _Made) else each for each in wanted]
 
         return run
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the calls by which the host gets at values though there is no operation to be recorded.
+
+    Whatever it misses is found out later, by the step itself at all places: it saves solving for what is wrong.
+    """
+
+    def __init__(self, recording: Recording):
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", None) in _HANDED_OUT:
+            self._recording.looked_at |= self._recording.reads(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def courses(
@@ -178,6 +211,8 @@ def courses(
             after = call(sources[:offset], sources[offset : offset + len(riders)], sources[offset + len(riders) :])
     except Exception as error:  # of the step itself: the loop will say it
         raise DependsOnState(f"may depend on the state: the step cannot be watched ({error})") from error
+    if any(map(recording.was_changed, sources[offset : offset + len(riders)])):
+        raise DependsOnState("is changed in place")
     results = [recording.result(tensor) for tensor in after]
     if recording.looked_at:
         raise DependsOnState("may depend on the state: the step looks at values of tensors")
