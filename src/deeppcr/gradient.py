@@ -207,10 +207,11 @@ class Adjoint(Linearised):
         kept = [self._transposed(part, jacobian) for part in parts] if len(parts) == 1 else None
         adjoint = self._substitute(gradients, parts, kept)
         defect = self.defect(adjoint, gradients)
-        if self.arithmetic not in (torch.float32, torch.float64):
-            # Products in half precision are too coarse to correct by: their rounding adds up as well.
-            return adjoint, self._wrong(adjoint, self._significant(defect, adjoint), gradients)
         correction = self._substitute(defect, parts, kept)
+        if self.arithmetic not in (torch.float32, torch.float64):
+            # A Jacobian that is rounded once, 0.99 to 0.988, is off at every step in the same direction, which the step itself is not. But the
+            # rounding of its products adds up in the correction as in the loop's own pass: it is no measure of what is wrong.
+            return adjoint + correction, self._wrong(adjoint, self._significant(defect, adjoint), gradients)
         wrong = self._wrong(adjoint, correction, gradients)
         if values_can_be_read(adjoint) and wrong.any() and torch.isfinite(adjoint).all():
             error = (correction.abs() - self._room(adjoint, parts, kept)).clamp(min=0)
