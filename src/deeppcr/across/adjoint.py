@@ -101,7 +101,6 @@ class AdjointOver:
                 kept = [blocks] if len(parts) == 1 else None
                 structure = blocks[:0]
         none = part.agree_on(structure)
-        coarse = local is not None and local.arithmetic not in (torch.float32, torch.float64)
         adjoint, missing, size_before = torch.zeros_like(gradients), gradients, None
         for sweep in range(1 + _CORRECTIONS if self.true else MAX_SWEEPS):
             change = missing
@@ -113,8 +112,7 @@ class AdjointOver:
             excess, size, scale, self.matters = found
             if self.true and sweep:
                 if (excess <= 1).all():
-                    # Of products in half precision a correction is as coarse as what it corrects.
-                    return (last if coarse else adjoint), True
+                    return adjoint, True
                 if not torch.isfinite(excess).all():
                     break
             if not self.true:
