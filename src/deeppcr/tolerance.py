@@ -215,10 +215,28 @@ def _in_units(difference: Tensor, unit: Tensor) -> Tensor:
     return torch.where(torch.isnan(ratios), math.inf, ratios)
 
 
-def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
-    """The residual of states [L, B, D] whose steps give ``values``, [B]; and whether it bears out the tolerance, [B]."""
+class Measured(NamedTuple):
+    """What steps say of states, by the values that they give from one state after the other.
+
+    Attributes:
+        residual: [B], by how much they miss, at most
+        held: [B], whether that bears out the tolerance
+        drifts: [B], whether it adds up to more than the tolerance. That is the error where states keep what is added to them. Derivatives
+            know of it and have taken it back, or they are not those of the steps
+    """
+
+    residual: Tensor
+    held: Tensor
+    drifts: Tensor
+
+
+def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Measured:
+    """Of states [L, B, D] whose steps give ``values``, after the initial one [B, D]."""
     off, allowed = misses(values, states, initial, tolerance)
-    return off.amax((0, -1)), (off <= allowed).all(-1).all(0)
+    residual, held = off.amax((0, -1)), (off <= allowed).all(-1).all(0)
+    allowed.sub_(10 * tolerance.atol).mul_(tolerance.rtol / _missed_part(tolerance, states.dtype)).add_(tolerance.atol)
+    torch.sub(values, states, out=off)
+    return Measured(residual, held, (off.cumsum_(0).abs_() > allowed).any(-1).any(0))
 
 
 def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Tensor:
@@ -239,11 +257,15 @@ def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolera
 
 def misses(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
     """By how much steps that give ``values`` miss states, and what is allowed: [n, B, D] each."""
-    rounding = 1000 * torch.finfo(states.dtype).eps
     allowed = tolerance.scale(states, initial)
     torch.maximum(allowed, values.abs(), out=allowed)
-    allowed.mul_(10 * tolerance.rtol + rounding).add_(10 * tolerance.atol)
+    allowed.mul_(_missed_part(tolerance, states.dtype)).add_(10 * tolerance.atol)
     return (values - states).abs_(), allowed
+
+
+def _missed_part(tolerance: Tolerance, dtype: torch.dtype) -> float:
+    """By this part of its size steps may miss a state: by ten tolerances, and rounding."""
+    return 10 * tolerance.rtol + 1000 * torch.finfo(dtype).eps
 
 
 def size_at_first(sizes: Tensor, before: Tensor | None, rtol: float) -> Tensor:

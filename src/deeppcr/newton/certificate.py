@@ -146,6 +146,20 @@ def has_derivative(
     return is_foreseen(values, changed, push(change), rtol)
 
 
+def steps_have_derivative(
+    sequence: Sequence, jacobian: Jacobian, states: Tensor, values: Tensor, rtol: float
+) -> Tensor:
+    """[B]: whether steps, which lead from the initial state and states [L, B, D] to ``values``, change as their Jacobians say."""
+    previous = torch.cat([sequence.initial.detach().unsqueeze(0), states[:-1]])
+
+    def push(tangents: Tensor) -> Tensor:
+        if jacobian.given:  # which may know better than the step
+            return jacobian.linearise(sequence, previous, 1)[1].apply(tangents)
+        return sequence.push_out(previous, tangents.unsqueeze(1), 1)[1].squeeze(1)
+
+    return has_derivative(sequence, previous, values, push, 1, 0, rtol)
+
+
 def small_change(starts: Tensor, rtol: float) -> Tensor:
     """[N, B, D]: large enough to stand out of rounding, small enough for a derivative to foresee what comes of it.
 

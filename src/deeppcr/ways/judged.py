@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..gradient import UNDETERMINED, Adjoint, Gradient, Implicit, refuse_gradients
 from ..newton import Newton
+from ..newton.certificate import FALSE_DERIVATIVE, steps_have_derivative
 from ..newton.iteration import Outcome
 from ..sequence import Sequence
 from ..sequence.evaluate import StepError
@@ -67,10 +68,21 @@ def _measured(
     sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor
 ) -> Judged[Adjoint]:
     states, layout = outcome.states.detach(), sequence.layout
-    residual, held = measure(values, states, sequence.initial.detach(), solver.tolerance(layout.dtype))
+    tolerance = solver.tolerance(layout.dtype)
+    residual, held, drifts = measure(values, states, sequence.initial.detach(), tolerance)
     if solver.stop.promises:
         outcome = without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
+        if solver.quadratic and bool((drifts := drifts & _claimed(outcome)).any()):
+            true = steps_have_derivative(sequence, solver.jacobian, states, values, tolerance.rtol)
+            exact = (values == states).all(-1).long().cumprod(0).sum(0)  # steps that follow from the initial state
+            outcome = without_claim(outcome, drifts & ~true, exact, *([FALSE_DERIVATIVE] if (drifts & ~true).any() else []))
     return Judged(outcome, residual, adjoint)
+
+
+def _claimed(outcome: Outcome) -> Tensor:
+    """[B]: rows that updates say are right, rather than a loop."""
+    claims = [result in (Result.CONVERGED, Result.PRECISION_FLOOR) for result in outcome.results]
+    return torch.tensor(claims, device=outcome.states.device)
 
 
 def without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:
