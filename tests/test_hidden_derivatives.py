@@ -8,6 +8,7 @@ import torch
 import deeppcr
 from deeppcr import Newton, Result
 from deeppcr.graphs import record
+from deeppcr.ways import plan
 from problems import plain_loop
 from tape import Tape
 
@@ -111,3 +112,141 @@ def test_what_adds_up_unseen_is_left_to_the_loop_and_told(name, dtype, solver, d
     assert is_right(found.states, plain_loop(step, z0, xs), dtype)
     assert found.result is Result.FINISHED_BY_LOOP
     assert any(issubclass(each.category, deeppcr.ConvergenceWarning) for each in told)
+
+
+@pytest.mark.parametrize("name", ["rounded_clock", "detached", "half_detached", "slow_statistics"])
+def test_gradients_of_a_hidden_derivative_are_those_of_the_loop(name, device):
+    step, width = HIDING[name]
+    z0, xs = problem(width, torch.float64, device, length=600)
+    xs.requires_grad_()
+    of_tuples = lambda z, x: step(z, x)  # noqa: E731
+    expected = plain_loop(of_tuples, z0, xs)
+    found, told = solved(of_tuples, z0, xs, solver=Newton(chunk=1))
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert told
+    assert is_right(found.states, expected, torch.float64)
+    gradients = [torch.autograd.grad(each[0].sum() + each[1].sum(), xs)[0] for each in (found.states, expected)]
+    assert torch.allclose(*gradients, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["states", "gradients"])
+@pytest.mark.parametrize("name", ["rounded_clock", "detached"])
+def test_by_default_it_is_the_loop(name, gradients, device, monkeypatch):
+    """Also where the parallel solve is expected to be faster."""
+    monkeypatch.setattr(plan, "_WORTH_NEWTON", {"cpu": 0.0, "cuda": 0.0})
+    monkeypatch.setattr(plan.Record, "expected_newton", lambda *_: 0.0)
+    step, width = HIDING[name]
+    z0, xs = problem(width, torch.float32, device)
+    xs.requires_grad_(gradients)
+    expected = plain_loop(step, z0, xs)
+    deeppcr.clear_caches()
+    results = set()
+    for _ in range(3):
+        found, _ = solved(step, z0, xs)
+        assert is_right(found.states, expected, torch.float32)
+        results.add(found.result)
+    deeppcr.clear_caches()
+    assert Result.FINISHED_BY_LOOP in results  # it was tried
+    assert results <= {Result.FINISHED_BY_LOOP, Result.LOOP}
+
+
+def test_rows_are_told_one_by_one(device):
+    """In the first row nothing is added."""
+
+    def step(z, x):
+        return torch.tanh(0.9 * z[0] + x[0]), z[1].detach() + x[1]
+
+    z0, xs = problem(1, torch.float32, device)
+    added = torch.tensor([[0.0], [1e-4]], device=device).expand(len(xs), -1, -1)
+    found, _ = solved(step, z0, (xs, added), solver=Newton())
+    assert found.results == (Result.CONVERGED, Result.FINISHED_BY_LOOP)
+    assert is_right(found.states, plain_loop(step, z0, (xs, added)), torch.float32)
+
+
+def test_what_is_exact_is_kept(device):
+    """The clock stands still for a while: the loop goes on from where it does not."""
+
+    def step(z, x):
+        return 0.9 * z[0] + x[0], z[1].detach() + x[1]
+
+    z0, xs = problem(1, torch.float64, device, rows=1)
+    added = torch.full_like(xs, 2e-10)
+    added[:700] = 0
+    found, _ = solved(step, z0, (xs, added), solver=Newton(), on_failure="return")
+    assert found.result is Result.NOT_CONVERGED
+    assert 0 < int(found.exact_steps) <= 720
+    states = plain_loop(step, z0, (xs, added))
+    exact = int(found.exact_steps)
+    assert all(torch.equal(one[:exact], other[:exact]) for one, other in zip(found.states, states, strict=True))
+
+
+def straight_through(z, x):
+    """Rounded, with the derivative that it has on the average."""
+    clock, grid = z[1] + GRID[x.dtype], GRID[x.dtype]
+    return torch.tanh(0.9 * z[0] + x), clock + (torch.round(clock / grid) * grid - clock).detach()
+
+
+def constant(z, x):
+    return torch.tanh(0.9 * z[0] + x * z[1][:, :1]), z[1].detach()
+
+
+def quantised_input(z, x):
+    return 0.9 * z[0] + torch.round(4 * x) / 4, torch.floor(x) + 0 * z[1]
+
+
+def saturated(z, x):
+    """Zero is the derivative that it has there."""
+    return torch.relu(0.9 * z[0] + x), torch.clamp(z[1] + 1 + x.abs(), max=100.0)
+
+
+def quantised_read_out(z, x):
+    """What is rounded does not come back."""
+    return torch.tanh(0.9 * z[0] + x), torch.round(100 * z[0]) / 100
+
+
+def visible_clock(z, x):
+    return torch.tanh(0.9 * z[0] + x), z[1] + GRID[x.dtype]
+
+
+def reset(z, x):
+    return torch.where(x > 1, x, 0.9 * z[0]), torch.where(x > 2, torch.zeros_like(z[1]), z[1] + GRID[x.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "step", [straight_through, constant, quantised_input, saturated, quantised_read_out, visible_clock, reset]
+)
+def test_what_hides_nothing_is_solved_in_parallel(step, dtype, device):
+    z0, xs = problem(1, dtype, device)
+    found, told = solved(step, z0, xs, solver=Newton())
+    assert found.result is Result.CONVERGED
+    assert not told
+    assert is_right(found.states, plain_loop(step, z0, xs), dtype)
+
+
+def test_a_given_jacobian_may_know_what_the_step_hides(device):
+    z0, xs = torch.full((1, 1), 100.0, device=device), torch.full((1500, 1, 1), 1e-4, device=device)
+    jacobian = deeppcr.GivenJacobian(lambda z, x: deeppcr.linear.Diagonal(torch.ones_like(z)), exact=True)
+    found, told = solved(lambda z, x: z.detach() + x, z0, xs, solver=Newton(jacobian=jacobian))
+    assert found.result in (Result.CONVERGED, Result.PRECISION_FLOOR)
+    assert not told
+
+
+def test_replays_ask_the_general_iteration(device, monkeypatch):
+    """A recording made while nothing was added; then something is."""
+    monkeypatch.setitem(record.RECORDERS, device.type, Tape)
+    deeppcr.clear_caches()
+
+    def step(z, x):
+        return 0.9 * z[0] + x[0], z[1].detach() + x[1]
+
+    z0, xs = problem(1, torch.float32, device)
+    nothing = torch.zeros_like(xs)
+    for _ in range(4):
+        found, _ = solved(step, z0, (xs, nothing), solver=Newton())
+    assert "replayed as a CUDA graph" in found.plan.notes
+    found, told = solved(step, z0, (xs, nothing + 3e-5), solver=Newton())
+    deeppcr.clear_caches()
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert told
+    assert is_right(found.states, plain_loop(step, z0, (xs, nothing + 3e-5)), torch.float32)

@@ -221,13 +221,13 @@ class Measured(NamedTuple):
     Attributes:
         residual: [B], by how much they miss, at most
         held: [B], whether that bears out the tolerance
-        drifts: [B], whether it adds up to more than the tolerance. That is the error where states keep what is added to them. Derivatives
-            know of it and have taken it back, or they are not those of the steps
+        drift: [B], what it adds up to at most, in units of the tolerance: the error where states keep what is added to them, and
+            derivatives do not know of it
     """
 
     residual: Tensor
     held: Tensor
-    drifts: Tensor
+    drift: Tensor
 
 
 def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Measured:
@@ -236,7 +236,8 @@ def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Toleranc
     residual, held = off.amax((0, -1)), (off <= allowed).all(-1).all(0)
     allowed.sub_(10 * tolerance.atol).mul_(tolerance.rtol / _missed_part(tolerance, states.dtype)).add_(tolerance.atol)
     torch.sub(values, states, out=off)
-    return Measured(residual, held, (off.cumsum_(0).abs_() > allowed).any(-1).any(0))
+    drift = off.cumsum_(0).abs_().div_(allowed).nan_to_num_(0.0, posinf=math.inf)  # of what is no number others tell
+    return Measured(residual, held, drift.amax((0, -1)))
 
 
 def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Tensor:

@@ -135,13 +135,13 @@ class Recording:
         states = iteration.states()
         previous = torch.cat([self._initial.unsqueeze(0), states[:-1]])
         values = sequence.values(previous, range(sequence.length))
-        residual, held, drifts = measure(values, states, self._initial, newton.tolerance(states.dtype))
+        residual, held, drift = measure(values, states, self._initial, newton.tolerance(states.dtype))
         progress = iteration.progress
         codes = progress.codes
         if newton.stop.by_residual:
             held = torch.isfinite(residual)
         elif self._fixed is None:
-            held = held & ~drifts  # whether derivatives know of that, the general iteration asks
+            held = held & (drift <= 1)  # whether derivatives know of that, the general iteration asks
         else:
             held = ~iteration.unusual
             codes = torch.where(progress.active, Result.ITERATIONS_DONE.severity, codes)

@@ -69,20 +69,29 @@ def _measured(
 ) -> Judged[Adjoint]:
     states, layout = outcome.states.detach(), sequence.layout
     tolerance = solver.tolerance(layout.dtype)
-    residual, held, drifts = measure(values, states, sequence.initial.detach(), tolerance)
+    residual, held, drift = measure(values, states, sequence.initial.detach(), tolerance)
     if solver.stop.promises:
         outcome = without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
-        if solver.quadratic and bool((drifts := drifts & _claimed(outcome)).any()):
+        drifts = drifting(outcome, solver, drift)
+        if drifts.any():
             true = steps_have_derivative(sequence, solver.jacobian, states, values, tolerance.rtol)
             exact = (values == states).all(-1).long().cumprod(0).sum(0)  # steps that follow from the initial state
-            outcome = without_claim(outcome, drifts & ~true, exact, *([FALSE_DERIVATIVE] if (drifts & ~true).any() else []))
+            outcome = without_derivative(outcome, drifts & ~true, exact)
     return Judged(outcome, residual, adjoint)
 
 
-def _claimed(outcome: Outcome) -> Tensor:
-    """[B]: rows that updates say are right, rather than a loop."""
-    claims = [result in (Result.CONVERGED, Result.PRECISION_FLOOR) for result in outcome.results]
-    return torch.tensor(claims, device=outcome.states.device)
+def drifting(outcome: Outcome, solver: Newton, drift: Tensor) -> Tensor:
+    """[B]: rows that updates by Jacobians say are right, though by ``tolerance.Measured.drift`` they are so only if the Jacobians are.
+
+    Approximate ones have a certificate.
+    """
+    updated = [result in (Result.CONVERGED, Result.PRECISION_FLOOR) for result in outcome.results]
+    return torch.tensor(updated, device=drift.device) & (drift > 1) & solver.quadratic
+
+
+def without_derivative(outcome: Outcome, lost: Tensor, exact_steps: Tensor) -> Outcome:
+    """Rows [B] whose steps do not change as their Jacobians say lose their claim; so many of their states are exact."""
+    return without_claim(outcome, lost, exact_steps, FALSE_DERIVATIVE) if lost.any() else outcome
 
 
 def without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:

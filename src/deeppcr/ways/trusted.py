@@ -63,7 +63,7 @@ def _doubt_of_all(call: Any, initial: Tensor, found: Found, tolerance: Tolerance
     if not bears_out(values, states, initial, tolerance).all():
         doubt = OTHER_RESULT
     elif found.passes:
-        drifts = measure(values, states, initial, tolerance).drifts & torch.isfinite(states).all(-1).all(0)
+        drifts = (measure(values, states, initial, tolerance).drift > 1) & torch.isfinite(states).all(-1).all(0)
         if drifts.any():
             true = steps_have_derivative(sequence, USUAL.jacobian, states, values, tolerance.rtol)
             doubt = FALSE_DERIVATIVE if (drifts & ~true).any() else None
