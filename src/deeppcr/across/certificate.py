@@ -14,7 +14,7 @@ from torch import Tensor
 from ..convergence import NEGLIGIBLE, still_to_come
 from ..linear import Blocks
 from ..newton import Newton
-from ..newton.certificate import ANOTHER, FALSE_DERIVATIVE, NOISE, ROUNDINGS, TAKEN_BACK, small_change
+from ..newton.certificate import ANOTHER, FALSE_DERIVATIVE, ROUNDINGS, TAKEN_BACK, noise_of, small_change
 from ..newton.safeguards import Safeguarded, largest_of
 from ..sequence.evaluate import StepError
 from ..solution import Plan, Result
@@ -61,7 +61,7 @@ class Certified(Safeguarded[Shared]):
         part.ranks.agree(part.trouble.take())
         off, seen, told, _ = part.ranks.total(torch.stack(sums)) / self.progress.chunks
         largest = part.ranks.maximum(sums[3].nan_to_num(math.inf, math.inf))
-        noise = max(NOISE * self.progress.eps, ANOTHER * rtol)
+        noise = noise_of(values.dtype, rtol)
         return (off <= ANOTHER * torch.maximum(seen, told) + noise * largest).all(-1)
 
     def certify(self) -> None:

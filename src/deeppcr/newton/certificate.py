@@ -167,7 +167,19 @@ def small_change(starts: Tensor, rtol: float) -> Tensor:
     """
     generator = torch.Generator("cpu").manual_seed(0)
     signs = torch.randint(0, 2, starts.shape, generator=generator, device="cpu").mul_(2).sub_(1).to(starts)
-    return max(math.sqrt(torch.finfo(starts.dtype).eps), rtol) * starts.abs() * signs
+    return _part_changed(starts.dtype, rtol) * starts.abs() * signs
+
+
+def _part_changed(dtype: torch.dtype, rtol: float) -> float:
+    return max(math.sqrt(torch.finfo(dtype).eps), rtol)
+
+
+def noise_of(dtype: torch.dtype, rtol: float) -> float:
+    """What values may change by beside what is foreseen, as a part of their largest size.
+
+    Of a step in lower precision rtol tells. In half precision so many roundings would be more than the change itself, and hide all of it.
+    """
+    return min(max(NOISE * torch.finfo(dtype).eps, ANOTHER * rtol), 0.5 * _part_changed(dtype, rtol))
 
 
 def is_foreseen(values: Tensor, changed: Tensor, foreseen: Tensor, rtol: float) -> Tensor:
@@ -180,7 +192,6 @@ def is_foreseen(values: Tensor, changed: Tensor, foreseen: Tensor, rtol: float) 
         changed: [N, B, D], the values after a ``small_change`` of the states
         foreseen: [N, B, D], the change of the values by the derivative
     """
-    noise = max(NOISE * torch.finfo(values.dtype).eps, ANOTHER * rtol)  # of a step in lower precision rtol tells
-    change = changed - values
+    noise, change = noise_of(values.dtype, rtol), changed - values
     off, seen, told = ((each.abs() / len(values)).sum(0) for each in (change - foreseen, change, foreseen))
     return (off <= ANOTHER * torch.maximum(seen, told) + noise * values.abs().amax(0)).all(-1)
