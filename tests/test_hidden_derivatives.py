@@ -209,7 +209,9 @@ def visible_clock(z, x):
 
 
 def reset(z, x):
-    return torch.where(x > 1, x, 0.9 * z[0]), torch.where(x > 2, torch.zeros_like(z[1]), z[1] + GRID[x.dtype])
+    return torch.where(x > 1, x, 0.99 * z[0] + 0.1 * x), torch.where(
+        x > 2, torch.zeros_like(z[1]), z[1] + GRID[x.dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -279,3 +281,27 @@ def test_replays_ask_the_general_iteration(device, monkeypatch):
     assert found.result is Result.FINISHED_BY_LOOP
     assert told
     assert is_right(found.states, plain_loop(step, z0, (xs, nothing + 3e-5)), torch.float32)
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_check_tells(name, device):
+    step, width = HIDING[name]
+    z0, xs = problem(width, torch.float32, device, length=50)
+    assert [finding.kind for finding in deeppcr.check(step, z0, xs)] == ["derivative"]
+
+
+@pytest.mark.parametrize("step", [straight_through, quantised_input, saturated, visible_clock])
+def test_check_has_nothing_to_tell_of_steps_that_hide_nothing(step, device):
+    assert deeppcr.check(step, *problem(1, torch.float32, device, length=50)) == []
+
+
+@pytest.mark.parametrize(("dtype", "added"), [(torch.float16, 0.0625), (torch.float16, 0.25), (torch.bfloat16, 0.5)])
+def test_half_precision(dtype, added, device):
+    def step(z, x):
+        return 0.9 * z[0] + x, z[1].detach() + added
+
+    z0, xs = ([each.to(dtype) for each in nest] for nest in problem(1, torch.float32, device, length=300))
+    z0, xs = tuple(z0), torch.stack(xs)
+    for solver in (Newton(), Newton(chunk=1)):
+        found, _ = solved(step, z0, xs, solver=solver)
+        assert (found.final[1] - plain_loop(step, z0, xs)[1][-1]).abs().max() <= 3

@@ -147,17 +147,18 @@ def has_derivative(
 
 
 def steps_have_derivative(
-    sequence: Sequence, jacobian: Jacobian, states: Tensor, values: Tensor, rtol: float
+    sequence: Sequence, jacobian: Jacobian, initial: Tensor, states: Tensor, values: Tensor, rtol: float
 ) -> Tensor:
-    """[B]: whether steps, which lead from the initial state and states [L, B, D] to ``values``, change as their Jacobians say."""
-    previous = torch.cat([sequence.initial.detach().unsqueeze(0), states[:-1]])
-
-    def push(tangents: Tensor) -> Tensor:
-        if jacobian.given:  # which may know better than the step
-            return jacobian.linearise(sequence, previous, 1)[1].apply(tangents)
-        return sequence.push_out(previous, tangents.unsqueeze(1), 1)[1].squeeze(1)
-
-    return has_derivative(sequence, previous, values, push, 1, 0, rtol)
+    """[B]: whether the first n steps, which lead from the initial state [B, D] and states [n, B, D] to ``values``, change as their
+    Jacobians say."""
+    previous, steps = torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states))
+    change = small_change(previous, rtol)
+    changed = sequence.values(previous + change, steps)
+    if jacobian.given:  # which may know better than the step
+        foreseen = jacobian.evaluate(sequence, previous, steps)[1].apply(change)
+    else:
+        foreseen = sequence.push(previous, change.unsqueeze(1), steps)[1].squeeze(1)
+    return is_foreseen(values, changed, foreseen, rtol)
 
 
 def small_change(starts: Tensor, rtol: float) -> Tensor:

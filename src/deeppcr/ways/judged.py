@@ -69,12 +69,13 @@ def _measured(
 ) -> Judged[Adjoint]:
     states, layout = outcome.states.detach(), sequence.layout
     tolerance = solver.tolerance(layout.dtype)
-    residual, held, drift = measure(values, states, sequence.initial.detach(), tolerance)
+    initial = sequence.initial.detach()
+    residual, held, drift = measure(values, states, initial, tolerance)
     if solver.stop.promises:
         outcome = without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
         drifts = drifting(outcome, solver, drift)
         if drifts.any():
-            true = steps_have_derivative(sequence, solver.jacobian, states, values, tolerance.rtol)
+            true = steps_have_derivative(sequence, solver.jacobian, initial, states, values, tolerance.rtol)
             exact = (values == states).all(-1).long().cumprod(0).sum(0)  # steps that follow from the initial state
             outcome = without_derivative(outcome, drifts & ~true, exact)
     return Judged(outcome, residual, adjoint)

@@ -96,7 +96,9 @@ def by_passes(call: Any, ready: Ready, guess: Tensor | None, loop: bool, every: 
     result, promised = Result.LOOP if looped else Result.CONVERGED, _promised(ready, found)
     solution.tell(call, fused, found, result, tolerance=promised, dropped=dropped_from(found, fused.layout, promised))
     if looped and call.planned:
-        solution.plan.note(f"one step after the other, by a kernel: {why_not_joined(fused) if kind.gave_up else _FEW_STEPS}")
+        solution.plan.note(
+            f"one step after the other, by a kernel: {why_not_joined(fused) if kind.gave_up else _FEW_STEPS}"
+        )
     if hidden:
         solution.plan.note(_HIDDEN)
     # Of numbers that are none, nothing is to be learned.

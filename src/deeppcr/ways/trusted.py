@@ -65,7 +65,7 @@ def _doubt_of_all(call: Any, initial: Tensor, found: Found, tolerance: Tolerance
     elif found.passes:
         drifts = (measure(values, states, initial, tolerance).drift > 1) & torch.isfinite(states).all(-1).all(0)
         if drifts.any():
-            true = steps_have_derivative(sequence, USUAL.jacobian, states, values, tolerance.rtol)
+            true = steps_have_derivative(sequence, USUAL.jacobian, initial, states, values, tolerance.rtol)
             doubt = FALSE_DERIVATIVE if (drifts & ~true).any() else None
     sequence.stop_watching()
     return doubt
