@@ -180,6 +180,24 @@ def test_what_is_exact_is_kept(device):
     assert all(torch.equal(one[:exact], other[:exact]) for one, other in zip(found.states, states, strict=True))
 
 
+@pytest.mark.parametrize("chunk", [1, "auto"])
+def test_what_turns_adds_up_whatever_its_sign(chunk, device):
+    """From the states of a turn that was a little smaller: by how much steps miss has every direction."""
+
+    def turning(angle):
+        turn = torch.polar(torch.ones(1, dtype=torch.float64), torch.tensor([angle], dtype=torch.float64)).to(device)
+        return lambda z, x: (0.9 * z[0] + x, z[1].detach() * turn)
+
+    z0, xs = problem(1, torch.float64, device)
+    z0 = z0[0], z0[1].to(torch.complex128)
+    near = deeppcr.solve(turning(2.4), z0, xs, solver=deeppcr.Loop())
+    step = turning(2.4 + 4e-12)
+    found, told = solved(step, z0, xs, guess=near, solver=Newton(chunk=chunk))
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert told
+    assert is_right(found.states, plain_loop(step, z0, xs), torch.float64)
+
+
 def straight_through(z, x):
     """Rounded, with the derivative that it has on the average."""
     clock, grid = z[1] + GRID[x.dtype], GRID[x.dtype]

@@ -19,6 +19,8 @@ _SETTLED = 4
 ROUNDED = 8
 #: Over a sequence, so many units of rounding may add up in a state.
 _ADDED_UP = 100
+#: What steps miss by more than so many units of rounding adds up whatever its sign.
+_TURNING = 16
 #: A state that is no larger than so many tolerances has died out, and smaller than this part of its largest size: its leading digits
 #: are not known.
 FAINT, SMALL = 100, 0.1
@@ -235,9 +237,12 @@ def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Toleranc
     off, allowed = misses(values, states, initial, tolerance)
     residual, held = off.amax((0, -1)), (off <= allowed).all(-1).all(0)
     allowed.sub_(10 * tolerance.atol).mul_(tolerance.rtol / _missed_part(tolerance, states.dtype)).add_(tolerance.atol)
+    # Where states turn, or change their signs, sizes add up. Those of roundings do so in every solve: of these only what has a direction.
+    rounding = min(1.0, _TURNING * torch.finfo(states.dtype).eps / tolerance.rtol) if tolerance.rtol else 0.0
+    sizes = torch.where(off > rounding * allowed, off, 0).sum(0).div_(allowed[-1])
     torch.sub(values, states, out=off)
-    drift = off.cumsum_(0).abs_().div_(allowed).nan_to_num_(0.0, posinf=math.inf)  # of what is no number others tell
-    return Measured(residual, held, drift.amax((0, -1)))
+    drift = torch.maximum(off.cumsum_(0).abs_().div_(allowed).nan_to_num_(0.0, posinf=math.inf).amax(0), sizes)
+    return Measured(residual, held, drift.nan_to_num_(0.0, posinf=math.inf).amax(-1))  # of what is no number others tell
 
 
 def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Tensor:
