@@ -180,6 +180,19 @@ def test_what_is_exact_is_kept(device):
     assert all(torch.equal(one[:exact], other[:exact]) for one, other in zip(found.states, states, strict=True))
 
 
+@pytest.mark.parametrize("part", [0.03, 0.3])
+def test_some_steps_may_hide_it(part, device):
+    def step(z, x):
+        return 0.9 * z[0] + x[0], torch.where(x[1], z[1].detach(), z[1]) + 1e-10
+
+    z0, xs = problem(1, torch.float64, device)
+    hiding = torch.rand(xs.shape, generator=torch.Generator().manual_seed(0)).to(device) < part
+    found, told = solved(step, z0, (xs, hiding), solver=Newton(chunk=1))
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert told
+    assert is_right(found.states, plain_loop(step, z0, (xs, hiding)), torch.float64)
+
+
 @pytest.mark.parametrize("chunk", [1, "auto"])
 def test_what_turns_adds_up_whatever_its_sign(chunk, device):
     """From the states of a turn that was a little smaller: by how much steps miss has every direction."""

@@ -242,7 +242,9 @@ def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Toleranc
     sizes = torch.where(off > rounding * allowed, off, 0).sum(0).div_(allowed[-1])
     torch.sub(values, states, out=off)
     drift = torch.maximum(off.cumsum_(0).abs_().div_(allowed).nan_to_num_(0.0, posinf=math.inf).amax(0), sizes)
-    return Measured(residual, held, drift.nan_to_num_(0.0, posinf=math.inf).amax(-1))  # of what is no number others tell
+    return Measured(
+        residual, held, drift.nan_to_num_(0.0, posinf=math.inf).amax(-1)
+    )  # of what is no number others tell
 
 
 def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Tensor:
