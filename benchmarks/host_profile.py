@@ -63,7 +63,7 @@ def without_device() -> Iterator[None]:
             (launch, "current_stream", lambda device: 0),
             (runtime, "KERNEL_DEVICES", {"cpu"}),
             (Notes, "counts", _counts),
-            (trusted, "_bears_out", lambda *_: True),
+            (trusted, "_doubt_of_all", lambda *_: None),
             (FusedStep, "is_borne_out", lambda *_: True),
         ):
             stack.enter_context(patch.object(owner, name, value))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .jacobian import DenseJacobian, Jacobian
+from .newton.certificate import FALSE_DERIVATIVE, steps_have_derivative
 from .runtime import random_state
 from .sequence import Sequence
 from .sequence.evaluate import TAKEN_APART, StepError
@@ -123,7 +124,8 @@ def _look_at(sequence: Sequence, looked_at: list[int], jacobian: Jacobian | None
     if findings:
         return findings
     along = _trajectory(sequence)
-    return [*_finite_derivatives(sequence, along), *_fading(sequence, along)]
+    finite = list(_finite_derivatives(sequence, along))
+    return [*(finite or _hidden_derivatives(sequence, along)), *_fading(sequence, along)]
 
 
 def _repeatability(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
@@ -227,6 +229,27 @@ def _finite_derivatives(sequence: Sequence, states: Tensor) -> Iterator[Finding]
             "derivative",
             f"the derivative of step {index + 1} by forward mode is not finite (row {row}), though its value is: as of a square root at 0, or "
             "of torch.sqrt(torch.relu(z)) where relu gives 0. A parallel solve has no gradient there; solver=Loop() has that of autograd",
+        )
+
+
+def _hidden_derivatives(sequence: Sequence, states: Tensor) -> Iterator[Finding]:
+    """Steps from states on the way [N + 1, B, D] that change otherwise than their derivative says."""
+    initial, steps = states[0], range(len(states) - 1)
+    finite = torch.isfinite(states).all(-1).all(0)
+    rtol = default_tolerance(states.dtype)
+    try:
+        values = sequence.values(
+            states[:-1], steps
+        )  # which are not the states after them where a step overwrites its own
+        true = steps_have_derivative(sequence, DenseJacobian(), initial, states[1:], values, rtol)
+    except StepError:
+        return  # no derivative, which the solve says where it needs one
+    if (finite & ~true).any():
+        row = int((finite & ~true).nonzero()[0])
+        yield Finding(
+            "derivative",
+            f"in row {row} {FALSE_DERIVATIVE}, or does part of it run under torch.no_grad()? Where what is hidden adds up, or updates that know "
+            "nothing of it do not come to an end, a parallel solve leaves the steps to the loop",
         )
 
 

@@ -19,6 +19,8 @@ _SETTLED = 4
 ROUNDED = 8
 #: Over a sequence, so many units of rounding may add up in a state.
 _ADDED_UP = 100
+#: What steps miss by more than so many units of rounding adds up whatever its sign.
+_TURNING = 16
 #: A state that is no larger than so many tolerances has died out, and smaller than this part of its largest size: its leading digits
 #: are not known.
 FAINT, SMALL = 100, 0.1
@@ -215,10 +217,34 @@ def _in_units(difference: Tensor, unit: Tensor) -> Tensor:
     return torch.where(torch.isnan(ratios), math.inf, ratios)
 
 
-def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
-    """The residual of states [L, B, D] whose steps give ``values``, [B]; and whether it bears out the tolerance, [B]."""
+class Measured(NamedTuple):
+    """What steps say of states, by the values that they give from one state after the other.
+
+    Attributes:
+        residual: [B], by how much they miss, at most
+        held: [B], whether that bears out the tolerance
+        drift: [B], what it adds up to at most, in units of the tolerance: the error where states keep what is added to them, and
+            derivatives do not know of it
+    """
+
+    residual: Tensor
+    held: Tensor
+    drift: Tensor
+
+
+def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Measured:
+    """Of states [L, B, D] whose steps give ``values``, after the initial one [B, D]."""
     off, allowed = misses(values, states, initial, tolerance)
-    return off.amax((0, -1)), (off <= allowed).all(-1).all(0)
+    residual, held = off.amax((0, -1)), (off <= allowed).all(-1).all(0)
+    allowed.sub_(10 * tolerance.atol).mul_(tolerance.rtol / _missed_part(tolerance, states.dtype)).add_(tolerance.atol)
+    # Where states turn, or change their signs, sizes add up. Those of roundings do so in every solve: of these only what has a direction.
+    rounding = min(1.0, _TURNING * torch.finfo(states.dtype).eps / tolerance.rtol) if tolerance.rtol else 0.0
+    sizes = torch.where(off > rounding * allowed, off, 0).sum(0).div_(allowed[-1])
+    torch.sub(values, states, out=off)
+    drift = torch.maximum(off.cumsum_(0).abs_().div_(allowed).nan_to_num_(0.0, posinf=math.inf).amax(0), sizes)
+    return Measured(
+        residual, held, drift.nan_to_num_(0.0, posinf=math.inf).amax(-1)
+    )  # of what is no number others tell
 
 
 def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Tensor:
@@ -239,11 +265,15 @@ def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolera
 
 def misses(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
     """By how much steps that give ``values`` miss states, and what is allowed: [n, B, D] each."""
-    rounding = 1000 * torch.finfo(states.dtype).eps
     allowed = tolerance.scale(states, initial)
     torch.maximum(allowed, values.abs(), out=allowed)
-    allowed.mul_(10 * tolerance.rtol + rounding).add_(10 * tolerance.atol)
+    allowed.mul_(_missed_part(tolerance, states.dtype)).add_(10 * tolerance.atol)
     return (values - states).abs_(), allowed
+
+
+def _missed_part(tolerance: Tolerance, dtype: torch.dtype) -> float:
+    """By this part of its size steps may miss a state: by ten tolerances, and rounding."""
+    return 10 * tolerance.rtol + 1000 * torch.finfo(dtype).eps
 
 
 def size_at_first(sizes: Tensor, before: Tensor | None, rtol: float) -> Tensor:

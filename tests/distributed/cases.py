@@ -130,6 +130,15 @@ def loop(name: str, length: int, dtype=torch.float64):
     if name == "detached":  # its derivative is not that of its values
         gain = torch.tensor(0.1, dtype=dtype, requires_grad=True)
         return lambda z, x: 0.5 * z.detach() + gain * torch.sin(z) + x, 1 + draw(2, 3), draw(length, 2, 3), [gain]
+    if name == "creeping":  # a part of its derivative is hidden, and on no rank by itself is much added up by it
+        gain = torch.tensor(0.9, dtype=dtype, requires_grad=True)
+        xs = torch.stack([draw(length, 2), torch.full((length, 2), 2e-11, dtype=dtype)], -1)
+        return (
+            lambda z, x: torch.stack([gain * z[..., 0], z[..., 1].detach()], -1) + x,
+            1 + draw(2, 2).abs(),
+            xs,
+            [gain],
+        )
     if name == "complex":
         turn = torch.polar(torch.full((4,), 0.9, dtype=dtype), draw(4)).requires_grad_()
         start, xs = torch.complex(draw(2, 4), draw(2, 4)), torch.complex(draw(length, 2, 4), draw(length, 2, 4))

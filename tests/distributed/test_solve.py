@@ -47,6 +47,13 @@ def test_loops(team, name, size):
     assert_said_alike(found, expected, "result", "exact", "known", "message")
 
 
+def test_what_adds_up_unseen_over_ranks_is_found(team):
+    lengths = [6, 0, 7]
+    found = team.results(3, "distributed.cases", "solved", name="creeping", lengths=lengths, solver="paper")
+    assert_same(found, cases.solved(None, "creeping", lengths, solver="loop"))
+    assert {each["result"] for each in found} == {"FINISHED_BY_LOOP"}
+
+
 @pytest.mark.parametrize(
     "solver",
     [

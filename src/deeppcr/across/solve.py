@@ -6,7 +6,7 @@ Shapes: L steps on this rank, which may be none; B rows, D the packed state.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,9 +23,9 @@ from ..newton.iteration import Outcome
 from ..runtime import is_capturing
 from ..sequence.words import in_words
 from ..solution import Dropped, Plan, Result, Solution, first_not_finite, loop_on, settle, worst_of, worst_rows
-from ..tolerance import misses
+from ..tolerance import measure
 from ..warned import warn
-from ..ways.judged import Judged, solution_of, without_claim
+from ..ways.judged import Judged, drifting, solution_of, without_claim, without_derivative
 from ..ways.looped import Given
 from .adjoint import AdjointOver
 from .iteration import Iteration
@@ -103,7 +103,9 @@ class _Solve:
         iteration = Iteration(newton, part, guess, self.plan.chunk, self.plan, found)
         outcome = iteration.run()
         self.plan.derivative = newton.jacobian.name or (part.sequence.derivative if part.sequence else "none")
-        judged = self._judge(outcome, iteration.entry, iteration.peak, iteration.sizes)
+        judged = self._judge(
+            outcome, iteration.entry, iteration.peak, iteration.sizes, true=iteration.has_derivative_anywhere
+        )
         if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
             if on_failure != "loop":
                 judged = replace(judged, outcome=self._located(judged.outcome, iteration.entry))
@@ -152,12 +154,16 @@ class _Solve:
 
     # What the steps themselves say.
 
-    def _judge(self, outcome: Outcome, entry: Tensor, peak: Tensor, sizes: Tensor, *, looped: bool = False) -> _Judged:
+    def _judge(
+        self, outcome: Outcome, entry: Tensor, peak: Tensor, sizes: Tensor, *, looped: bool = False,
+        true: Callable[[], Tensor] | None = None,
+    ) -> _Judged:  # fmt: skip
         """One evaluation of all steps, with a graph where a gradient may be asked for.
 
         Args:
             entry, peak, sizes: [B, D], the state that this rank starts from, the size of what came before, and of all states of all ranks
             looped: they are the loop's own, and its derivatives are taken where it is
+            true: tells of which rows [B] Jacobians are those of the steps
         """
         part, states, adjoint = self.part, outcome.states, None
         values = states
@@ -172,22 +178,26 @@ class _Solve:
             entry if self.tolerance.local else peak
         )  # what a tolerance is relative to, beside the states themselves
         rows = torch.zeros(part.layout.rows, dtype=part.layout.dtype, device=states.device)
-        residual = broken = lost = rows
+        residual = broken = drift = lost = rows
         known = faint = rows.new_zeros(part.layout.rows, len(part.layout.sizes))
         with torch.no_grad(), part.trouble.kept():
             if part.sequence is not None and part.trouble.error is None:
-                off, allowed = misses(values, states, before, self.tolerance)
-                residual = off.amax((0, -1)).nan_to_num(torch.inf)
-                broken = ~(off <= allowed).all(-1).all(0)
+                residual, held, drift = measure(values, states, before, self.tolerance)
+                residual, broken = residual.nan_to_num(torch.inf), ~held
                 known, faint = self._last(states, before)
                 if adjoint is not None and adjoint.local is not None and self.newton.stop.promises and not looped:
                     lost = adjoint.local.lost(states, sizes).any(0)
-        lost_before, (residual, broken, known, faint, lost_anywhere) = part.say(
-            part.ranks, lost.to(rows.dtype), torch.maximum, (residual, broken, known, faint, lost)
+        lost_before, (residual, broken, drift, known, faint, lost_anywhere) = part.say(
+            part.ranks, lost.to(rows.dtype), torch.maximum, (residual, broken, drift, known, faint, lost)
         )
         known = torch.where(faint > known, known, part.total)
         if self.newton.stop.promises and not looped:
-            outcome = without_claim(outcome, broken > 0, torch.zeros_like(outcome.exact_steps))
+            nothing = torch.zeros_like(outcome.exact_steps)
+            outcome = without_claim(outcome, broken > 0, nothing)
+            # What drifts on every rank adds up over all of them.
+            drifts = drifting(outcome, self.newton, drift * part.ranks.count)
+            if drifts.any() and true is not None:
+                outcome = without_derivative(outcome, drifts & ~true(), nothing)
         if adjoint is not None and self.newton.stop.promises and not looped:
             adjoint.promise(self.tolerance.rtol)
         if lost_anywhere.any() and adjoint is not None:

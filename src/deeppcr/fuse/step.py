@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,6 +42,8 @@ class FusedStep:
         elsewhere: whether some of them are on another device: single numbers
         kinds: of solves, by length and rows
         solves: how many there were, without gradients and with them
+        longest: steps of the longest solve that was held against the step in all of its states
+        only_loop: the step hides some of its derivatives, so that chunks cannot be joined by them
         gradients_fit: what kernels of gradients were compiled for that are known to fit the device
     """
 
@@ -50,6 +53,8 @@ class FusedStep:
     elsewhere: bool
     kinds: Bounded = field(default_factory=lambda: Bounded(_MOST_KINDS))
     solves: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    longest: int = 0
+    only_loop: bool = False
     gradients_fit: set[tuple[Any, ...]] = field(default_factory=set)
 
     @staticmethod
@@ -98,11 +103,18 @@ class FusedStep:
         found = self.kinds.get(key)
         if found is None:
             (length, chunk, *_), program = key, self.kernels.program
+            if self.only_loop:
+                return Kind(length, length, gave_up=True, patience=sys.maxsize)
             first = self._first_chunk(length) if isinstance(chunk, str) else min(chunk, length)
             found = Kind(
                 length, first, int(program.parts.tiled)
             )  # a roll-out without tangents is a guess that costs little
         return found
+
+    def leave_to_loop(self) -> None:
+        """From now on one step after the other."""
+        self.only_loop = True
+        self.kinds.clear()
 
     def _first_chunk(self, length: int) -> int:
         program = self.kernels.program

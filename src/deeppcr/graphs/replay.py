@@ -131,12 +131,14 @@ class Recording:
         states = iteration.states()
         previous = torch.cat([self._initial.unsqueeze(0), states[:-1]])
         values = sequence.values(previous, range(sequence.length))
-        residual, held = measure(values, states, self._initial, newton.tolerance(states.dtype))
+        residual, held, drift = measure(values, states, self._initial, newton.tolerance(states.dtype))
         progress = iteration.progress
         codes = progress.codes
         if newton.stop.by_residual:
             held = torch.isfinite(residual)
-        elif self._fixed is not None:
+        elif self._fixed is None:
+            held = held & (drift <= 1)  # whether derivatives know of that, the general iteration asks
+        else:
             held = ~iteration.unusual
             codes = torch.where(progress.active, Result.ITERATIONS_DONE.severity, codes)
         held = held & self._begins_alike(states)
@@ -155,7 +157,7 @@ class Recording:
         Where it does not, the recording holds another step than the one that was given, however that escaped the trace.
         """
         tolerance = self._newton.tolerance(states.dtype)
-        return measure(self._first_state.unsqueeze(0), states[:1], self._initial, tolerance)[1]
+        return measure(self._first_state.unsqueeze(0), states[:1], self._initial, tolerance).held
 
     def _keep(self, name: str, tensor: Tensor) -> Tensor:
         """A copy of a tensor, always in the same place."""

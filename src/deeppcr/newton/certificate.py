@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..convergence import NEGLIGIBLE, still_to_come
+from ..jacobian import Jacobian
+from ..sequence import Sequence
 from ..sequence.evaluate import StepError
 from ..solution import Result
 from ..tolerance import Bounds
@@ -25,6 +27,8 @@ TAKEN_BACK = 10
 ANOTHER = 0.1
 #: So many roundings a step may make that computes with larger numbers than its state.
 NOISE = 100
+#: So many steps, or such a part of them, may be next to a kink.
+_KINKS, _AT_KINKS = 2, 0.01
 
 
 class Certified(Safeguarded[_Progress]):
@@ -53,6 +57,12 @@ class Certified(Safeguarded[_Progress]):
     def has_derivative_at_ends(self) -> Tensor:
         values, blocks = self.linearise()
         return self.has_derivative(values, blocks.apply)
+
+    @torch.no_grad()
+    def has_derivative_anywhere(self) -> Tensor:
+        """[B]: the same of all chunks."""
+        self.first = 0
+        return self.has_derivative_at_ends()
 
     def has_derivative(self, values: Tensor, push: Callable[[Tensor], Tensor]) -> Tensor:
         """[B]: whether chunks from ``first`` on, which lead to ``values``, change as products ``push`` say."""
@@ -162,6 +172,31 @@ def error_by_products(
             missing = residual + push(torch.cat([entry.unsqueeze(0), error[:-1]])) - error
 
 
+def steps_have_derivative(
+    sequence: Sequence, jacobian: Jacobian, initial: Tensor, states: Tensor, values: Tensor, rtol: float
+) -> Tensor:
+    """[B]: whether the first n steps, which lead from the initial state [B, D] and states [n, B, D] to ``values``, change as their
+    Jacobians say."""
+    previous, steps = torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states))
+    change = small_change(previous, rtol)
+    changed = sequence.values(previous + change, steps)
+    if jacobian.given:  # which may know better than the step
+        foreseen = jacobian.evaluate(sequence, previous, steps)[1].apply(change)
+    else:
+        foreseen = sequence.push(previous, change.unsqueeze(1), steps)[1].squeeze(1)
+    largest = values.abs().amax(0)
+    foreseen_in_all = is_foreseen(values, changed, foreseen, rtol, largest, lambda sums: sums)
+    return foreseen_in_all & _few_differ(values, changed, foreseen, rtol)
+
+
+def _few_differ(values: Tensor, changed: Tensor, foreseen: Tensor, rtol: float) -> Tensor:
+    """[B]: whether no more steps than may be next to a kink change quite otherwise than foreseen: see ``is_foreseen``, which asks for the
+    average. Some of the steps that hide a derivative do as much harm as all of them, and are no part of that."""
+    change, noise = changed - values, noise_of(values.dtype, rtol) * values.abs().amax(0)
+    differ = (change - foreseen).abs() > 0.5 * torch.maximum(change.abs(), foreseen.abs()) + noise
+    return (differ.sum(0) <= max(_KINKS, _AT_KINKS * len(values))).all(-1)
+
+
 def small_change(starts: Tensor, rtol: float) -> Tensor:
     """[N, B, D]: large enough to stand out of rounding, small enough for a derivative to foresee what comes of it.
 
@@ -169,7 +204,19 @@ def small_change(starts: Tensor, rtol: float) -> Tensor:
     """
     generator = torch.Generator("cpu").manual_seed(0)
     signs = torch.randint(0, 2, starts.shape, generator=generator, device="cpu").mul_(2).sub_(1).to(starts)
-    return max(math.sqrt(torch.finfo(starts.dtype).eps), rtol) * starts.abs() * signs
+    return _part_changed(starts.dtype, rtol) * starts.abs() * signs
+
+
+def _part_changed(dtype: torch.dtype, rtol: float) -> float:
+    return max(math.sqrt(torch.finfo(dtype).eps), rtol)
+
+
+def noise_of(dtype: torch.dtype, rtol: float) -> float:
+    """What values may change by beside what is foreseen, as a part of their largest size.
+
+    Of a step in lower precision rtol tells. In half precision so many roundings would be more than the change itself, and hide all of it.
+    """
+    return min(max(NOISE * torch.finfo(dtype).eps, ANOTHER * rtol), 0.5 * _part_changed(dtype, rtol))
 
 
 def is_foreseen(
@@ -191,8 +238,7 @@ def is_foreseen(
         largest: [B, D], of all values
         total: as of ``Certified``
     """
-    noise = max(NOISE * torch.finfo(values.dtype).eps, ANOTHER * rtol)  # of a step in lower precision rtol tells
-    change = changed - values
+    noise, change = noise_of(values.dtype, rtol), changed - values
     sums = [each.abs().sum(0, dtype=torch.float64) for each in (change - foreseen, change, foreseen)]
     off, seen, told, count = total(torch.stack([*sums, torch.full_like(sums[0], len(values))]))
     return (off <= ANOTHER * torch.maximum(seen, told) + noise * count * largest).all(-1)

@@ -74,11 +74,17 @@ class Ready:
         self.settled: Settled = settled
         if call.short and not settled.differentiated:
             self.run.leaves = tuple(layout.sizes)
-        self.known: Any = fused.kind(settled.key)
-        self.kind: Any = fuse().run.Kind(length, length) if loop else self.known.copy()
+        self.know_kind()
+        if loop:
+            self.kind = fuse().run.Kind(length, length)
         self.expected: _Expected | None = None
         self.looks: tuple[Any, ...] | None = None
         self.certain: bool = False
+
+    def know_kind(self) -> None:
+        """What is known by now of such solves; nothing is launched yet."""
+        self.known: Any = self.fused.kind(self.settled.key)
+        self.kind: Any = self.known.copy()
         self.passes: Any = None
 
     @staticmethod

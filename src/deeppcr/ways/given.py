@@ -27,6 +27,7 @@ from ..warned import warn
 from .fused import Call, covers, solve_fused
 from .judged import Judged, describe, determined, differentiable, differs, is_no_worse, judge, refused, solution_of
 from .looped import Given, by_loop
+from .passes import why_not_joined
 
 #: Steps that are left to the loop from which on a kernel is made for them: that takes seconds, and a step by Python a third of a millisecond.
 _WORTH_A_KERNEL = 10_000
@@ -164,7 +165,7 @@ def _by_kernels(
     if on_failure != "loop":
         return "the chunks did not join"
     if found.result is Result.LOOP:
-        found.plan.note("one step after the other: in an earlier solve of this kind the chunks did not join")
+        found.plan.note(f"one step after the other: {why_not_joined(fused)}")
         found = found.told_as(Result.FINISHED_BY_LOOP)
     warn(found.description)
     return found

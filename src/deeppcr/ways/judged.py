@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..gradient import UNDETERMINED, Adjoint, Gradient, Implicit, refuse_gradients
 from ..newton import Newton
+from ..newton.certificate import FALSE_DERIVATIVE, steps_have_derivative
 from ..newton.iteration import Outcome
 from ..sequence import Sequence
 from ..sequence.evaluate import StepError
@@ -67,10 +68,31 @@ def _measured(
     sequence: Sequence, outcome: Outcome, solver: Newton, adjoint: Adjoint | None, values: Tensor
 ) -> Judged[Adjoint]:
     states, layout = outcome.states.detach(), sequence.layout
-    residual, held = measure(values, states, sequence.initial.detach(), solver.tolerance(layout.dtype))
+    tolerance = solver.tolerance(layout.dtype)
+    initial = sequence.initial.detach()
+    residual, held, drift = measure(values, states, initial, tolerance)
     if solver.stop.promises:
         outcome = without_claim(outcome, ~held, torch.zeros_like(outcome.exact_steps))
+        drifts = drifting(outcome, solver, drift)
+        if drifts.any():
+            true = steps_have_derivative(sequence, solver.jacobian, initial, states, values, tolerance.rtol)
+            exact = (values == states).all(-1).long().cumprod(0).sum(0)  # steps that follow from the initial state
+            outcome = without_derivative(outcome, drifts & ~true, exact)
     return Judged(outcome, residual, adjoint)
+
+
+def drifting(outcome: Outcome, solver: Newton, drift: Tensor) -> Tensor:
+    """[B]: rows that updates by Jacobians say are right, though by ``tolerance.Measured.drift`` they are so only if the Jacobians are.
+
+    Approximate ones have a certificate.
+    """
+    updated = [result in (Result.CONVERGED, Result.PRECISION_FLOOR) for result in outcome.results]
+    return torch.tensor(updated, device=drift.device) & (drift > 1) & solver.quadratic
+
+
+def without_derivative(outcome: Outcome, lost: Tensor, exact_steps: Tensor) -> Outcome:
+    """Rows [B] whose steps do not change as their Jacobians say lose their claim; so many of their states are exact."""
+    return without_claim(outcome, lost, exact_steps, FALSE_DERIVATIVE) if lost.any() else outcome
 
 
 def without_claim(outcome: Outcome, lost: Tensor, exact_steps: Tensor, *reasons: str) -> Outcome:

@@ -8,20 +8,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..newton.certificate import FALSE_DERIVATIVE
 from ..runtime import has_hooks_of_saved_tensors
 from ..sequence.layout import refuse_not_finite
 from ..solution import Result
 from ..tolerance import Tolerance
 from .begun import Ready, fuse
 from .fused_solution import LATE, FusedSolution, dropped_from, plan_of, spoil_failed
-from .trusted import is_due, is_trusted
+from .trusted import doubt_of, is_due, is_longer
 
 if TYPE_CHECKING:
     from ..fuse.found import Found
     from ..fuse.run import Passes
+    from ..fuse.step import FusedStep
 
-_NOT_JOINED, _FEW_STEPS = "the chunks of such a solve did not join", "so few steps take less than chunks that join"
+_FEW_STEPS = "so few steps take less than chunks that join"
 _HIDDEN = 'something large hid what came after it: digits of every state were asked for, as by Newton(scale="local")'
+
+
+def why_not_joined(fused: FusedStep) -> str:
+    """Why only the loop gives the states of a kind of solve."""
+    return FALSE_DERIVATIVE if fused.only_loop else "the chunks of such a solve did not join"
 
 
 def by_fixed_corrections(call: Any, ready: Ready, guess: Tensor | None, fixed: int) -> FusedSolution:
@@ -43,7 +50,8 @@ def by_passes(call: Any, ready: Ready, guess: Tensor | None, loop: bool, every: 
     """As many passes as it takes, or one step after the other: see ``solve_fused``."""
     back, fuse_run = fuse().back, fuse().run
     fused, run, kind, (_, differentiated, tolerance, wanted, _) = ready.fused, ready.run, ready.kind, ready.settled
-    checked = is_due(fused.solves[differentiated] + 1)
+    in_parallel = kind.chunk < run.length
+    checked = is_due(fused.solves[differentiated] + 1) or (in_parallel and is_longer(fused, run.length))
     if differentiated or checked or wanted.local or run.shape.tiled:
         every = 1  # that needs all states, or writes them
     if not loop:
@@ -62,17 +70,23 @@ def by_passes(call: Any, ready: Ready, guess: Tensor | None, loop: bool, every: 
         if not torch.isfinite(run.initial).all():  # which says nothing of other solves of the kind
             refuse_not_finite(call.z0, infinities=True)
             return "z0 holds an infinity, from which they cannot be held against the step"
-        if checked and not is_trusted(call, fused, run.initial, found, tolerance, differentiated):
-            reason = "the kernels give another result than the step itself"
-            call.refuse(reason)
-            return reason
+        doubt = doubt_of(call, fused, run.initial, found, tolerance, differentiated) if checked else None
+        if doubt is FALSE_DERIVATIVE:
+            fused.leave_to_loop()
+            ready.know_kind()
+            return by_passes(call, ready, None, loop, every)
+        if doubt is not None:
+            call.refuse(doubt)
+            return doubt
     fused.solves[differentiated] += 1  # who raised has to be asked again
     kind, known = ready.kind, ready.known
     looped = loop or ((kind.gave_up or call.planned) and not found.passes)
     result, promised = Result.LOOP if looped else Result.CONVERGED, _promised(ready, found)
     solution.tell(call, fused, found, result, tolerance=promised, dropped=dropped_from(found, fused.layout, promised))
     if looped and call.planned:
-        solution.plan.note(f"one step after the other, by a kernel: {_NOT_JOINED if kind.gave_up else _FEW_STEPS}")
+        solution.plan.note(
+            f"one step after the other, by a kernel: {why_not_joined(fused) if kind.gave_up else _FEW_STEPS}"
+        )
     if hidden:
         solution.plan.note(_HIDDEN)
     # Of numbers that are none, nothing is to be learned.
@@ -106,8 +120,8 @@ def _looked_closer(ready: Ready, found: Found, guess: Tensor | None) -> tuple[Fo
     # What is known by now is a guess: of all states, if they were written.
     wanted, guess = replace(settled.wanted, local=True), found.states if len(found.states) == length else guess
     key = ready.fused.key_of_kind(length, ready.newton.chunk, wanted, guess is None)
-    ready.settled, ready.known = settled._replace(wanted=wanted, key=key), ready.fused.kind(key)
-    ready.kind = ready.known.copy()
+    ready.settled = settled._replace(wanted=wanted, key=key)
+    ready.know_kind()
     return fuse().run.solve(run, ready.kind, wanted, guess), True
 
 
