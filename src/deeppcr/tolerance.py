@@ -239,14 +239,12 @@ def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Toleranc
     allowed.sub_(10 * tolerance.atol).mul_(tolerance.rtol / _missed_part(tolerance, states.dtype)).add_(tolerance.atol)
     # Where states turn, or change their signs, sizes add up. Those of roundings do so in every solve: of these only what has a direction.
     rounding = min(1.0, _TURNING * torch.finfo(states.dtype).eps / tolerance.rtol) if tolerance.rtol else 0.0
-    sizes = torch.threshold_(off.div_(allowed).nan_to_num_(0.0, posinf=math.inf), rounding, 0.0).sum(
-        0
-    )  # in place: they are large
-    torch.sub(values, states, out=off)
-    drift = torch.maximum(off.cumsum_(0).abs_().div_(allowed).nan_to_num_(0.0, posinf=math.inf).amax(0), sizes)
-    return Measured(
-        residual, held, drift.nan_to_num_(0.0, posinf=math.inf).amax(-1)
-    )  # of what is no number others tell
+    # All in the memory that is there, which is as large as the states.
+    in_units = off.div_(allowed).nan_to_num_(0.0, posinf=math.inf)
+    sizes = torch.threshold_(in_units, rounding, 0.0).sum(0)
+    added_up = torch.sub(values, states, out=off).cumsum_(0).abs_().div_(allowed).nan_to_num_(0.0, posinf=math.inf)
+    drift = torch.maximum(added_up.amax(0), sizes).nan_to_num_(0.0, posinf=math.inf)  # of what is no number others tell
+    return Measured(residual, held, drift.amax(-1))
 
 
 def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Tensor:
