@@ -79,6 +79,7 @@ def test_what_a_parallel_solve_cannot_differentiate_is_left_to_the_loop(name, de
         check_gradient(found, step, z0, xs, w)
         (record,) = plan._records.values()
         assert record.tries == {"loop": turn + 1}  # it was found out once
+        assert record.only_loop or set(record.barred) == {"newton", "graph"}  # whose gradients are the same
     if name == "checkpoint" and ALWAYS_SAVES:
         return
     with torch.no_grad():  # where it has no derivative to be had
@@ -105,6 +106,8 @@ def test_a_backward_pass_that_raised_is_remembered(device, monkeypatch):
     found = deeppcr.solve(step, z0, xs)
     assert found.result is Result.LOOP
     assert "rows of the batch influence each other" in str(found.plan)
+    (record,) = plan._records.values()
+    assert record.choose()[0] == "loop"  # and no graph, also where there are some
     check_gradient(found, step, z0, xs, w)
 
 

@@ -106,9 +106,8 @@ class AdjointOver:
             change = missing
             with part.trouble.kept():
                 change = self._substituted(jacobian, missing, parts, kept, none)
-            last = adjoint
             adjoint = adjoint + change
-            missing, found = self._defect(adjoint, gradients, change, last)
+            missing, found = self._defect(adjoint, gradients, change)
             excess, size, scale, self.matters = found
             if self.true and sweep:
                 if (excess <= 1).all():
@@ -144,7 +143,7 @@ class AdjointOver:
             return missing
         return local._substitute(missing, parts, kept, jacobian, handed.unsqueeze(0).to(missing.dtype))
 
-    def _defect(self, adjoint: Tensor, gradients: Tensor, change: Tensor, last: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _defect(self, adjoint: Tensor, gradients: Tensor, change: Tensor) -> tuple[Tensor, list[Tensor]]:
         """What is missing in ``a_l = J_{l+1}^T a_{l+1} + g_l`` by the steps' own products; of each row, on all ranks: by how much more than
         rounding can explain the last change went, how large it was, how large the adjoint is, and what matters to the loss."""
         part, local = self.part, self.local
