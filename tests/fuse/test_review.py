@@ -93,6 +93,21 @@ def test_a_hook_on_gradients_is_refused_whatever_was_solved_before(solver, devic
             deeppcr.solve(step, z0.clone().requires_grad_(), xs, solver=solver)
 
 
+def test_a_hook_on_a_module_inside_a_step_is_refused_though_it_changes_nothing(device):
+    """It is never called, which nobody can see in states or gradients."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()).to(device)
+    net[0].register_full_backward_hook(lambda module, *gradients: None)
+    z0 = normal(2, 3, device=device).float()
+    for solver in (Newton(), Loop(by="kernel")):
+        with torch.no_grad():
+            for _ in range(2):
+                found = deeppcr.solve(net, z0, length=9, solver=solver)
+        assert by_kernels(found)
+        for _ in range(2):
+            with pytest.raises(StepError, match=r"the module Sequential\.0 has a backward hook"):
+                deeppcr.solve(net, z0, length=9, solver=solver)
+
+
 def test_no_gradient_goes_through_data(device):
     z0, xs, weight = (normal(*shape, device=device).requires_grad_() for shape in ((2, 3), (9, 2, 3), (3,)))
 

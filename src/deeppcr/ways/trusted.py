@@ -54,19 +54,26 @@ def is_longer(fused: FusedStep, length: int) -> bool:
     return length > 2 * fused.longest
 
 
-@torch.no_grad()
 def _doubt_of_all(call: Any, initial: Tensor, found: Found, tolerance: Tolerance) -> str | None:
     """Whether the step itself gives all states, and may be differentiated in one backward pass through all of its steps; where chunks
     were joined by its derivatives, whether these are its own."""
+    # With gradients as the caller has them: hooks on gradients, which kernels never call, are refused here.
     sequence = Sequence(call.step, call.z0, call.xs, length=call.length, batch_dims=call.batch_dims)
-    states, doubt = found.states, None
-    values = sequence.values(torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states)))
-    if not bears_out(values, states, initial, tolerance).all():
-        doubt = OTHER_RESULT
-    elif found.passes:
-        drifts = (measure(values, states, initial, tolerance).drift > 1) & torch.isfinite(states).all(-1).all(0)
-        if drifts.any():
-            true = steps_have_derivative(sequence, USUAL.jacobian, initial, states, values, tolerance.rtol)
-            doubt = FALSE_DERIVATIVE if (drifts & ~true).any() else None
+    with torch.no_grad():
+        doubt = _doubt_of_states(sequence, initial, found, tolerance)
     sequence.stop_watching()
     return doubt
+
+
+def _doubt_of_states(sequence: Sequence, initial: Tensor, found: Found, tolerance: Tolerance) -> str | None:
+    states = found.states
+    values = sequence.values(torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states)))
+    if not bears_out(values, states, initial, tolerance).all():
+        return OTHER_RESULT
+    if not found.passes:
+        return None
+    drifts = (measure(values, states, initial, tolerance).drift > 1) & torch.isfinite(states).all(-1).all(0)
+    if not drifts.any():
+        return None
+    true = steps_have_derivative(sequence, USUAL.jacobian, initial, states, values, tolerance.rtol)
+    return FALSE_DERIVATIVE if (drifts & ~true).any() else None
