@@ -43,8 +43,9 @@ def _telling_of_settings(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @wraps(function)
     def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        settings = kwargs.keys() - known
-        if settings and settings <= _SETTINGS:
+        # (As a list: torch.compile of PyTorch 2.11 knows no differences of keys.)
+        settings = [name for name in kwargs if name not in known]
+        if settings and all(name in _SETTINGS for name in settings):
             written = ", ".join(f"{name}=..." for name in sorted(settings))
             raise TypeError(f"solve: a setting of the solver is given to the solver: solver=deeppcr.Newton({written})")
         if len(args) > 3:

@@ -183,7 +183,7 @@ class StepGroup:
             try:
                 with _FORWARD_MODE:
                     if self.way == "vmap":
-                        with self._noting("push"):
+                        with self._noting(self.derivative):
                             values, pushed = self._push_vmap(previous, tangents, xs)
                     elif self.way == "rowwise":
                         values, pushed = self._push_rowwise(previous, tangents, xs)
