@@ -65,7 +65,7 @@ def test_a_long_loop_is_solved_in_parallel_and_the_quicker_way_is_kept(device, i
     for turn in range(3):
         found = deeppcr.solve(step, z0, xs)
         assert found.result is Result.CONVERGED
-        assert any("this is tried" in note for note in found.plan.notes)
+        assert any("newton is tried" in note for note in found.plan.notes)
         (record,) = plan._records.values()
         assert record.tries == {"newton": turn + 1}
         record.seconds["loop"] = 1e9  # a probe is all that is known of it
@@ -79,6 +79,7 @@ def test_a_long_loop_is_solved_in_parallel_and_the_quicker_way_is_kept(device, i
         check(found, step, z0, xs, weight)
 
 
+@torch.no_grad()
 def test_a_loop_that_is_not_much_slower_by_an_estimate_is_measured(device, impatient):
     """A few steps by themselves take longer than many: else a parallel solve would be kept that loses."""
     step, z0, xs, _ = problem(device)
@@ -330,7 +331,7 @@ def test_a_trial_in_vain_ends_after_as_many_iterations_as_a_loop_is_worth(device
 
 
 def test_a_first_call_of_a_marginal_loop_is_left_to_the_loop_in_time(device, monkeypatch):
-    monkeypatch.setattr(plan, "_WORTH_NEWTON", {device.type: 0.0})
+    monkeypatch.setitem(plan._WORTH_NEWTON, device.type, 0.0)
     monkeypatch.setattr(plan, "_PAYS", 1e9)
     monkeypatch.setitem(plan._OPERATION, device.type, (1.0, 1.0, 0.0))
     z0, length = torch.full((1, 1), 0.3, dtype=torch.float64, device=device), 400
@@ -370,5 +371,6 @@ class TestWhatCanOnlyBeCalledOneByOne:
             found = deeppcr.solve(counted, z0, xs)
             torch.testing.assert_close(found.states, plain_loop(step, z0, xs))
             assert found.result is Result.LOOP
-        assert "one by one" in str(found.plan) or "cannot be differentiated" in str(found.plan)
+        said = ("one by one", "cannot be differentiated", "graph did not work")  # which a GPU tries last
+        assert any(each in str(found.plan) for each in said)
         assert len(calls) < 3 * len(xs)

@@ -105,7 +105,7 @@ class Record:
                 return "loop", f"the {self.told('loop')}; {self.told(way)}, so that it is measured"
         for way in self._candidates():
             if way not in self.seconds or self._is_worth_another_try(way):
-                return way, f"the {self.told('loop')}; this is tried"
+                return way, f"the {self.told('loop')}; {way} is tried"
         if len(self.seconds) == 1:
             why = [bar.why for bar in self.barred.values() if bar.until == sys.maxsize]
             return (

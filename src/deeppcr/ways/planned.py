@@ -30,7 +30,7 @@ from .fused import Call, solve_fused
 from .given import solve_by
 from .judged import CoarseStep
 from .looped import Given, of_loop
-from .plan import Probe, Record, record_of
+from .plan import Probe, Record, Way, record_of
 
 _FROM_INITIAL = RepeatInitial()
 
@@ -184,7 +184,7 @@ class Planned:
                 self.record.bar("newton", str(error))
                 if isinstance(error, NoGradient):
                     self.record.bar("graph", str(error))  # which has the same
-                return self._by_python()
+                return self._by_python(instead_of="newton")
         if found.result is Result.NON_FINITE:  # as the loop would have told
             warn(found.description)
         elif found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):
@@ -198,10 +198,13 @@ class Planned:
             return self.record.timed("graph", lambda: self._by(Loop(by="graph")))
         except (RuntimeError, ValueError) as error:
             self.record.bar("graph", str(error))
-            return self._by_python()
+            return self._by_python(instead_of="graph")
 
-    def _by_python(self) -> Solution:
-        return self.record.timed("loop", lambda: self._by(Loop()))
+    def _by_python(self, instead_of: Way | None = None) -> Solution:
+        found = self.record.timed("loop", lambda: self._by(Loop()))
+        if instead_of is not None:
+            found.plan.note(f"{instead_of} did not work: {self.record.barred[instead_of].why}")
+        return found
 
     def _probe(self) -> Probe:
         """Gives up on a loop of Python where another way is expected to be faster."""
