@@ -228,7 +228,11 @@ def host(run: Run) -> None:
         case = Case("host", prepared.loop.parameters | {"direction": FORWARD}, SOLVE, 1.0)
         try:
             with torch.no_grad():
-                seconds, busy = host_time(prepared.call, run.device, run.budget)
+                seconds, busy = host_time(prepared.call, run.device, 3 * run.budget)
+            # The same calls were timed for the table: a minute in which the host is busy with something else is to spoil neither.
+            seconds += [
+                each for found in run.of_the_table(prepared.loop) if found.method == SOLVE for each in found.seconds
+            ]
             case.passed, case.error, case.seconds = True, 0.0, [max(0.0, each - busy) for each in seconds]
             case.notes = [f"the device is at work for {number(1e3 * busy)} ms of a call"]
             run.results.claim(f"{prepared.loop.name}, host, ms", 1e3 * min(case.seconds), 1e3 * HOST)

@@ -145,6 +145,16 @@ def test_a_chunk_is_no_longer_than_the_loop(length, rows, elementwise):
     assert 1 <= first_chunk(length, rows, program) <= length
 
 
+def test_chunks_of_a_step_that_reads_much_are_longer(device):
+    """Gradient descent with 200 rows of data: as many chunks as a GPU has processors; what reads a matrix of its width has shorter ones."""
+    data, z0 = torch.zeros(200, 20, device=device), torch.zeros(1, 20, device=device)
+    much = Fused(lambda z: z - torch.sigmoid(z @ data.mT) @ data, z0, length=5000)
+    little = Fused(lambda z: torch.sigmoid(z @ data[:20]), z0, length=5000)
+    assert first_chunk(5000, 1, much.program) == 48
+    assert first_chunk(5000, 1, little.program) == 16
+    assert first_chunk(7, 1, much.program) == 7
+
+
 def test_the_loop_takes_over_for_lanes_that_are_not_settled_only(device):
     """A chaotic row beside one that contracts: of that nothing is computed again."""
     rate = torch.tensor([[3.9], [1.5]], dtype=torch.float64, device=device)

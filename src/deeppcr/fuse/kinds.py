@@ -117,8 +117,8 @@ def first_chunk(length: int, rows: int, program: Program | TileProgram) -> int:
     Of an elementwise step memory is what counts: enough lanes to keep it busy. A narrow one is bound by the time of one step after
     the other, those inside a chunk and chunks at a join; and large chunks make marginal loops converge.
     """
-    if program.parts.tiled:
-        return tiled.first_chunk(length, rows)
+    if isinstance(program, TileProgram):
+        return tiled.first_chunk(length, rows, program)
     busy = next_power_of_2(max(1, length * rows // _BUSY))
     least = 64 if program.elementwise else min(256, next_power_of_2(max(1, math.isqrt(length))))
     return min(length, max(least, busy))

@@ -45,6 +45,7 @@ class TileProgram:
 
     Attributes:
         width: D
+        numbers: that it reads at a step, counted in tiles of powers of two
         reads: what a program reads at a step
         states: the tiles of the state, and where in a row of D each begins
         values: those of the next state
@@ -66,10 +67,10 @@ class TileProgram:
         self.begins: list[int] = [
             sum(shape.numel() for shape in layout.shapes[:at]) for at in range(len(layout.shapes))
         ]
-        numbers = sum(math.prod(map(padded, leaf.shape)) for leaf in self.leaves)
-        if numbers > _MOST_READ:
+        self.numbers: int = sum(math.prod(map(padded, leaf.shape)) for leaf in self.leaves)
+        if self.numbers > _MOST_READ:
             raise NotCovered(
-                f"a step that reads {numbers} numbers, counted in tiles of powers of two, is not covered (up to {_MOST_READ})"
+                f"a step that reads {self.numbers} numbers, counted in tiles of powers of two, is not covered (up to {_MOST_READ})"
             )
         self.reads: list[Read] = [self._read(at, leaf) for at, leaf in enumerate(self.leaves)]
         self.states: list[Tile] = self._of_state("z")

@@ -17,6 +17,9 @@ from .tiles import padded
 _LANES = 32
 #: Programs that keep the device busy; a chunk has as many steps as it takes, from so many on.
 _BUSY, _LEAST = 2048, 16
+#: A step that reads so many matrices of its width takes long beside a join, and as many programs as a GPU has processors keep it busy: more
+#: would share them. Then fewer, longer chunks cost no more in a pass, and take fewer passes.
+_HEAVY, _PROCESSORS = 8, 128
 
 #: Chunks on their way where they are joined: fewer of the widest, for which shared memory would not do.
 _STAGES = 3
@@ -26,8 +29,10 @@ _OF_A_WARP = 2048
 WORST = 4
 
 
-def first_chunk(length: int, rows: int) -> int:
+def first_chunk(length: int, rows: int, program: TileProgram) -> int:
     """How many steps a chunk has, before anything is known of how a step converges."""
+    if program.numbers >= _HEAVY * padded(program.width) ** 2:
+        return min(length, _LEAST * -(-length * rows // (_LEAST * _PROCESSORS)))
     return min(length, max(_LEAST, next_power_of_2(max(1, length * rows // _BUSY))))
 
 
@@ -59,8 +64,7 @@ class _How:
         self.rough, self.fine = "tf32", "tf32x3"
         # How far apart steps and rows are, of every leaf: what begins at multiples of four numbers is read four at a time.
         self.even = all(each % 4 == 0 for at, each in enumerate(run.strides) if at % 4 < 2)
-        numbers = sum(math.prod(map(padded, read.tile.sizes)) for read in program.reads)
-        self.warps = max(1, min(8, next_power_of_2(-(-numbers // _OF_A_WARP))))
+        self.warps = max(1, min(8, next_power_of_2(-(-program.numbers // _OF_A_WARP))))
         self.join_warps = 1 if self.padded <= 32 else 4
         self.stages = 2 if self.padded <= 32 else 1
         self.join_stages = _STAGES if self.padded <= 64 else _STAGES - 1
