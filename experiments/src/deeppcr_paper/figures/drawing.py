@@ -61,10 +61,11 @@ class Drawing:
     def _svg(self) -> str:
         """The element: matplotlib's, without what belongs to a file of its own.
 
-        Many figures stand in one page: names are made from the figure's, and those that nothing refers to go.
+        Many figures stand in one page: names are made from the figure's, and those that nothing refers to go. (Matplotlib's own come from
+        every digit of what they name, of which the last is another one on another processor.)
         """
         buffer = io.StringIO()
-        with style.context(), matplotlib.rc_context({"svg.hashsalt": self.name}):
+        with style.context():
             self.canvas.savefig(buffer, format="svg")
         root = ElementTree.fromstring(buffer.getvalue())
         _, _, width, height = root.attrib["viewBox"].split()
@@ -81,7 +82,12 @@ class Drawing:
         for element in reversed([*root.iter()]):  # children before their parents
             _shorten(element, used)
         ElementTree.register_namespace("", _SVG.strip("{}"))
-        return ElementTree.tostring(root, encoding="unicode")
+        numbers: dict[str, int] = {}
+        return re.sub(
+            r'(\bid="|\bhref="#|url\(#)([^")]+)',
+            lambda found: f"{found[1]}{self.name}-{numbers.setdefault(found[2], len(numbers))}",
+            ElementTree.tostring(root, encoding="unicode"),
+        )
 
 
 def _shorten(element: ElementTree.Element, used: set[str]) -> None:
