@@ -128,15 +128,18 @@ def test_the_exact_part_of_a_chaotic_sequence_is_the_loops_own(device):
 
 def test_all_ways_to_fail(device):
     problem = CHAOTIC["logistic"](Generator(3, torch.float64, device), 400, 2)
+    one_by_one = Newton(
+        chunk=1
+    )  # in kernels' few chunks, of which each pass makes another one exact, it would get there
     with pytest.raises(deeppcr.ConvergenceError, match=r"up to step \d+ exact"):
-        problem.solve(on_failure="raise")
+        problem.solve(solver=one_by_one, on_failure="raise")
     with pytest.warns(deeppcr.ConvergenceWarning, match="one step at a time") as caught:
-        solution = problem.solve()
+        solution = problem.solve(solver=one_by_one)
     assert caught[0].filename == __file__.replace("test_solve", "problems")  # the caller's line, not the library's
     assert relative_error(solution.states, problem.loop()) < 1e-12
     problem.z0.requires_grad_()
     with pytest.warns(deeppcr.ConvergenceWarning):
-        solution = problem.solve(on_failure="return")
+        solution = problem.solve(solver=one_by_one, on_failure="return")
     with pytest.raises(RuntimeError, match="did not converge"):
         solution.states.sum().backward()
     with pytest.warns(deeppcr.ConvergenceWarning):

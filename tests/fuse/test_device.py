@@ -35,18 +35,19 @@ def ulps(actual, right, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_functions_have_pytorchs_digits(dtype, device, tmp_path):
-    """Each within 4 units in the last place of PyTorch's on that device."""
+    """Each within 4 units in the last place of PyTorch's on that device, or of what is right: on some CPUs its erf has no digits near 0."""
     x = torch.tensor(NUMBERS, dtype=dtype)
     y = x.roll(5)
-    right = every_function(x.to(device), y.to(device))
+    theirs = every_function(x.to(device), y.to(device))
+    right = [each.to(dtype) for each in every_function(x.double(), y.double())]
     # By name, not by what PyTorch would trace some of them into.
     emitted = Emitted(lambda x, y: [x * y], x, y)
     a, b = (emitted.code.input(name) for name in ("x0_0", "x1_0"))
     calls = [emitted.code.call(name, a, b) if name in TWO else emitted.code.call(name, a) for name in sorted(FUNCTIONS)]
     emitted.finish([()] * len(calls), calls)
     actual = emitted.by_kernel(tmp_path, device, dtype)
-    for name, one, other in zip(sorted(FUNCTIONS), actual, right, strict=True):
-        assert ulps(one, other.cpu(), dtype).max() <= 4, name
+    for name, one, *others in zip(sorted(FUNCTIONS), actual, theirs, right, strict=True):
+        assert torch.minimum(*(ulps(one, other.cpu(), dtype) for other in others)).max() <= 4, name
 
 
 def test_kinds_in_a_kernel(device, tmp_path):

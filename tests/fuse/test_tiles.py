@@ -77,13 +77,13 @@ def test_lengths(length, chunk, rows, device):
 
 @pytest.mark.parametrize("width", [10, *thorough(16, 65)])
 def test_a_linear_step_takes_one_pass(width, device):
-    """And one that finds nothing to correct: chunks are joined by their maps, over four groups of them. Wrong maps are slow, not wrong."""
+    """And one that finds nothing to correct, or rounding alone: chunks are joined by their maps, over four groups of them. Wrong maps are slow, not wrong."""
     draw = Draw(torch.float32, device, length=19)
     weights = torch.linalg.qr(torch.randn(19, width, width, generator=torch.Generator().manual_seed(0)))[0].to(device)
     step, z0, xs = lambda z, x: z @ x[0] + x[1], draw.z0(width), (weights, draw.xs(width))
     found = Fused(step, z0, xs).solve(2)
     # On a GPU maps are products of TF32: what they leave is corrected, and that is seen.
-    assert found.passes <= (4 if device.type == "cuda" else 2)
+    assert found.passes <= (4 if device.type == "cuda" else 3)
     assert error(found.states, by_loop(step, z0, xs)) < 1e-5
 
 
