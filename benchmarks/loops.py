@@ -27,14 +27,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 import deeppcr
-import loop_methods
 import loop_problems
 from deeppcr_paper.timing import clocked
 from fuzz.problems import problem as random_problem
@@ -43,15 +41,12 @@ from kernel_methods import Method, can_capture, captured, iterations_inside
 from kernel_problems import Problem
 from kernel_report import number
 from kernels import Case, examine, first_line, line, seconds_of
+from loop_claims import claims, ways_of
 from loop_methods import BARE, CAPTURED, HAS_PARARNN, SOLVE, WARM_UP, bare, by_cudnn, solved, ways, with_projection
 from loop_problems import CHOICE, FORWARD, TABLE, Loop, Prepared, make_ready
 from records import Results, parse, parser_of, set_up
 
 PARTS = ("table", "choice", "cold", "host", "captured")
-#: What the choice may cost over the best way, in how many of the loops it may cost more; and over the bare loop.
-OVER_BEST, EXCEPTIONS, OVER_BARE, OVERHEAD = 1.25, 0.1, 1.1, 0.3e-3
-#: Seconds of the host in a warm call, and what a cold call may take of a bare loop in the median.
-HOST, COLD = 0.15e-3, 2.0
 #: Problems of the fuzz.
 COLD_PROBLEMS = 200
 #: Seconds for what is made ready beside each other.
@@ -86,18 +81,9 @@ class Run:
         self.add(found)
         return found
 
-    def of_the_table(self, loop: Loop) -> list[Case]:
-        """What was found of it forward."""
-        parameters = loop.parameters | {"direction": FORWARD}
-        return [case for case in self.results.cases if case.suite == "table" and case.parameters == parameters]
-
     def add(self, cases: Sequence[Case]) -> None:
         self.results.cases += cases
         print("\n".join(map(line, cases)), flush=True)
-
-
-def time_of(cases: Sequence[Case], method: str = SOLVE) -> float | None:
-    return next((min(case.seconds) for case in cases if case.method == method and case.passed), None)
 
 
 def prepared_loops(run: Run, suite: str, listed: Sequence[Loop]) -> Iterator[Prepared]:
@@ -152,15 +138,11 @@ def table(run: Run) -> None:
         print("pararnn-torch is not installed: the elementwise GRU is compared without it")
     for prepared in prepared_loops(run, "table", TABLE):
         for direction in prepared.loop.directions:
-            cases = run.examine("table", prepared, direction, build)
-            limit = prepared.loop.limit(direction)
-            if limit is not None:
-                seconds = time_of(cases)
-                run.results.claim(f"{prepared.loop.name}, {direction}, ms", seconds and 1e3 * seconds, 1e3 * limit)
+            run.examine("table", prepared, direction, build)
 
 
 def choice(run: Run) -> None:
-    """Loops whose ways were timed for the table in this run are not timed again."""
+    """Loops whose ways were timed before, as for the table, are not timed again."""
 
     def build(prepared: Prepared, direction: str) -> dict[str, Method]:
         # Where there is a reference, it is asked: what rounds up in a chunk is no error of a step, and may be larger than one.
@@ -170,35 +152,19 @@ def choice(run: Run) -> None:
 
     begun = time.perf_counter()
     listed = CHOICE[:: 9 if run.quick and not run.only else 1]
-    timed = {loop.name: run.of_the_table(loop) for loop in run.loops(listed)}
-    found = {name: cases for name, cases in timed.items() if time_of(cases, BARE)}
-    for prepared in prepared_loops(run, "choice", [loop for loop in listed if loop.name not in found]):
-        found[prepared.loop.name] = run.examine("choice", prepared, FORWARD, build)
+    wanted, timed = {loop.name for loop in run.loops(listed)}, ways_of(run.results.cases)
+    for prepared in prepared_loops(run, "choice", [loop for loop in listed if loop.name not in timed]):
+        run.examine("choice", prepared, FORWARD, build)
         if time.perf_counter() - begun > run.choosing:
-            print(f"time is up: the choice is judged by {len(found)} of {len(timed)} loops")
+            print(
+                f"time is up: the choice is judged by {len(ways_of(run.results.cases))} of {len(wanted | timed.keys())} loops"
+            )
             break
-    ratios, slow = {}, []
-    for name, cases in found.items():
-        seconds, plain = time_of(cases), time_of(cases, BARE)
-        if seconds is None or plain is None:
-            continue
-        ways_taken = (SOLVE, BARE, *loop_methods.WAYS)
-        ratios[name] = seconds / min(min(case.seconds) for case in cases if case.passed and case.method in ways_taken)
-        if seconds > OVER_BARE * plain + OVERHEAD:
-            slow.append(name)
-        if ratios[name] > OVER_BEST:
-            print(f"{name}: {ratios[name]:.2f} of the best way")
-    if ratios:
-        share = sum(ratio > OVER_BEST for ratio in ratios.values()) / len(ratios)
-        run.results.claim(f"share of {len(ratios)} loops over {OVER_BEST} of the best way", share, EXCEPTIONS)
-        name = f"loops over {OVER_BARE} of the bare loop and {1e3 * OVERHEAD} ms"
-        run.results.claim(f"{name} ({', '.join(slow)})" if slow else name, len(slow), 0)
 
 
 @torch.no_grad()
 def cold(run: Run) -> None:
     """The bare loop is run first, twice: the libraries' own first calls are not ours to answer for."""
-    ratios = []
     for count in range(6 if run.quick else run.cold_problems):
         drawn = random_problem(count, longest=40 if run.quick else 5000)
         if not drawn.plain:
@@ -215,12 +181,10 @@ def cold(run: Run) -> None:
             case.failure = first_line(error)
             run.add([case])
             continue
-        ratios.append(seconds / loop)
         case.passed, case.seconds, case.error = True, [seconds], 0.0
         case.iterations, case.result = int(solution.iterations.max()), solution.result.name
         plain = replace(case, method=BARE, seconds=[loop], iterations=None, result=None)
         run.add([case, plain])
-    run.results.claim(f"cold calls over bare loops, median of {len(ratios)}", median(ratios) if ratios else None, COLD)
 
 
 def host(run: Run) -> None:
@@ -229,13 +193,16 @@ def host(run: Run) -> None:
         try:
             with torch.no_grad():
                 seconds, busy = host_time(prepared.call, run.device, 3 * run.budget)
-            # The same calls were timed for the table: a minute in which the host is busy with something else is to spoil neither.
+            # The same calls were timed before: a minute in which the host is busy with something else is to spoil none of them.
             seconds += [
-                each for found in run.of_the_table(prepared.loop) if found.method == SOLVE for each in found.seconds
+                taken
+                for name, ways in ways_of(run.results.cases).items()
+                if name == prepared.loop.name
+                for way, taken in ways.items()
+                if way == SOLVE
             ]
             case.passed, case.error, case.seconds = True, 0.0, [max(0.0, each - busy) for each in seconds]
             case.notes = [f"the device is at work for {number(1e3 * busy)} ms of a call"]
-            run.results.claim(f"{prepared.loop.name}, host, ms", 1e3 * min(case.seconds), 1e3 * HOST)
         except Exception as error:
             case.failure = first_line(error)
         run.add([case])
@@ -253,6 +220,11 @@ def host_time(call: Callable[[], Any], device: torch.device, budget: float) -> t
         seconds.append(seconds_of(call, 1, device))
     if device.type != "cuda":
         return seconds, 0.0
+    # Least of a few: now and then a call is held against the step itself, which keeps the device busy, too.
+    return seconds, min(_busy_seconds(call, device) for _ in range(3))
+
+
+def _busy_seconds(call: Callable[[], Any], device: torch.device) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize(device)
@@ -262,7 +234,7 @@ def host_time(call: Callable[[], Any], device: torch.device, budget: float) -> t
     for start, end in spans:  # what runs side by side is counted once
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    return seconds, 1e-6 * busy
+    return 1e-6 * busy
 
 
 def in_a_graph(run: Run) -> None:
@@ -292,10 +264,7 @@ def in_a_graph(run: Run) -> None:
                 inside = solved(prepared, direction, prepared.error, lambda: deeppcr.Newton(stop=stop))
                 return {CAPTURED: replace(inside, prepare=captured)}
 
-            cases = run.examine("captured", prepared, direction, build)
-            limit, seconds = loop.captured_limit(direction), time_of(cases, CAPTURED)
-            if limit is not None:
-                run.results.claim(f"{loop.name}, {direction}, captured, ms", seconds and 1e3 * seconds, 1e3 * limit)
+            run.examine("captured", prepared, direction, build)
 
 
 RUN_PART: dict[str, Callable[[Run], None]] = {
@@ -330,6 +299,12 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--choosing", type=float, default=math.inf, help="seconds of the choice after which it is judged (default: all)"
     )
     parser.add_argument("--cold-problems", type=int, default=COLD_PROBLEMS, help="of the fuzz (default: 200)")
+    parser.add_argument(
+        "--onto",
+        type=Path,
+        metavar="FILE",
+        help="go on with what an earlier run of this commit wrote: its cases count, too",
+    )
     parser.add_argument("--budget", type=float, help="seconds of timing for each method (default: 0.15)")
     options = parse(parser, arguments)
     unknown = set(options.only or ()) - {loop.name for loop in CHOICE}
@@ -347,18 +322,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type != "cuda":
         print("no CUDA device: targets in milliseconds are those of a GPU")
     results = Results("loops", options, budget_seconds=budget, parts=list(options.part))
+    if options.onto is not None:
+        before = results.go_on_with(options.onto)
+        results.cases = [Case(**case) for case in before["cases"]]
+        results.settings["parts"] = [*before["settings"]["parts"], *options.part]
     run = Run(device, options.quick, options.only, budget, results)
     run.alone, run.comparing, run.choosing = options.alone, options.comparing, options.choosing
     run.cold_problems = options.cold_problems
     if options.workers > 1:
         folder = TemporaryDirectory()
-        listed = CHOICE if "choice" in options.part else TABLE
+        known = ways_of(results.cases) if list(options.part) == ["choice"] else {}
+        listed = [loop for loop in (CHOICE if "choice" in options.part else TABLE) if loop.name not in known]
         make_all_ready(run, listed, options.workers, Path(folder.name))
     for part in options.part:
         begun = time.perf_counter()
         RUN_PART[part](run)
         print(f"{part}: {time.perf_counter() - begun:.0f} s\n", flush=True)
         run.results.save()
+    parts = [part for part in PARTS if part in results.settings["parts"]]
+    results.claims = list(claims(parts, results.cases, run.loops(CHOICE)))
     return results.finish()
 
 

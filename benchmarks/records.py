@@ -104,6 +104,15 @@ class Results:
             "targets": [{**asdict(claim), "met": claim.met} for claim in self.claims],
         }
 
+    def go_on_with(self, path: Path) -> dict[str, Any]:
+        """What an earlier run wrote, whose seconds count from now on; refused where that was another commit or machine."""
+        before = json.loads(path.read_text())
+        theirs, ours = ((of["experiment"], of["commit"], of["machine"]["hardware"]) for of in (before, self.head))
+        if theirs != ours:
+            raise SystemExit(f"{path}: was written by {' '.join(theirs)}, which this is not: {' '.join(ours)}")
+        self.begun -= before["seconds"]
+        return before
+
     def claim(self, name: str, value: float | None, limit: float) -> None:
         self.claims.append(Claim(name, value, limit))
 

@@ -1,6 +1,7 @@
 """The benchmark of users' loops: what it checks before it times, what it writes, and how it reads its own numbers."""
 
 import importlib
+import json
 import sys
 import time
 from dataclasses import replace
@@ -126,6 +127,32 @@ def test_the_choice_is_judged(bench, dry_run, capsys, monkeypatch):
     share, slow = dry_run("--part", "choice", "--only", *names)[1]["targets"]
     assert share["met"]
     assert slow["met"]
+
+
+def test_a_run_goes_on_with_what_an_earlier_one_wrote(bench, dry_run, tmp_path):
+    """What it timed is not timed again, and counts; that of another commit is refused."""
+    names = [each.name for each in bench.CHOICE if each.make.__name__ == "filter_of_a_signal"][:3]
+    _, first = dry_run("--part", "choice", "--only", *names[:2], "--commit", "abc")
+    before = tmp_path / "before.json"
+    before.write_text(json.dumps(first))
+    _, both = dry_run("--part", "choice", "--only", *names, "--commit", "abc", "--onto", str(before))
+    assert both["cases"][: len(first["cases"])] == first["cases"]
+    assert {case["parameters"]["loop"] for case in both["cases"][len(first["cases"]) :]} == {names[2]}
+    assert "share of 3 loops" in both["targets"][0]["name"]
+    assert both["seconds"] > first["seconds"]
+    with pytest.raises(SystemExit, match="which this is not"):
+        dry_run("--part", "choice", "--only", *names, "--commit", "abcd", "--onto", str(before))
+
+
+def test_a_call_that_is_timed_twice_counts_by_its_best(bench):
+    """A minute in which the host is busy with something else is no result."""
+    gru, seconds = bench.TABLE[0], {"table": 4e-4, "choice": 2e-4}
+    parameters = gru.parameters | {"direction": "forward"}
+    cases = [bench.Case(suite, parameters, "solve", 1.0, True, seconds=[taken]) for suite, taken in seconds.items()]
+    claim = next(iter(bench.claims(["table"], cases, bench.TABLE)))
+    assert (claim.name, claim.value, claim.met) == ("gru, forward, ms", pytest.approx(0.2), True)
+    cases[1].passed = False
+    assert not next(iter(bench.claims(["table"], cases, bench.TABLE))).met
 
 
 def test_cold_calls_and_the_host(dry_run):
