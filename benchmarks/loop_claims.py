@@ -26,7 +26,8 @@ def claims(parts: Sequence[str], cases: Sequence[Case], loops: Sequence[Loop]) -
     Args:
         loops: those that were asked for
     """
-    listed = [loop for loop in TABLE if loop.name in {each.name for each in loops}]
+    wanted = {loop.name for loop in loops} | {case.parameters["loop"] for case in cases}
+    listed = [loop for loop in TABLE if loop.name in wanted]
     for part in parts:
         if part == "choice":
             yield from _of_choice(cases)

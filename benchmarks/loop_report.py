@@ -2,8 +2,7 @@
 
     python benchmarks/loop_report.py results/loops-nvidia-*.json [--page docs/kernels.md]
 
-Of several files the newest counts. Below its table stand the calls of a newer run that compared less, where one is stored
-(``results/loops-calls-nvidia-*.json``). With --page the table is written into the page, between its two marks; otherwise it is printed.
+Of several files the newest counts. With --page the table is written into the page, between its two marks; otherwise it is printed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from kernel_report import goals, measured_by, number
-from report_page import newest, report, stored
+from report_page import report
 
 BEGIN = "<!-- the table of loops begins: written by benchmarks/loop_report.py -->"
 END = "<!-- the table of loops ends -->"
@@ -45,68 +44,42 @@ _NOT_SHOWN = {
     "langevin-10",
     "kalman-4",
 }
-_IN_ONE = 'Loop(by="kernel")'
+_IN_ONE, _CAPTURED = 'Loop(by="kernel")', f"{SOLVE}, captured"
 
 
 def markdown(record: Mapping[str, Any], file_name: str) -> str:
     lines = [
-        f"{measured_by(record, file_name)} Medians of whole calls with default settings, in milliseconds; the fastest is bold. Without this "
-        "library: the fastest of cuDNN, pararnn-torch, a bare loop and one in a CUDA graph; bare loops are timed over 256 steps and scaled. "
-        "Iterations: of Newton's method, or the loop that `solve` chose.",
+        f"{measured_by(record, file_name)} Medians of whole calls with default settings, in milliseconds; the fastest is bold; in brackets, as "
+        "many iterations inside a CUDA graph of the caller. Without this library: the fastest of cuDNN, pararnn-torch, a bare loop and one in a "
+        "CUDA graph; bare loops are timed over 256 steps and scaled. Iterations: of Newton's method, or the loop that `solve` chose.",
         "",
         "| loop | L, B, D | solve | loop in one kernel | without this library | solve, with gradients | loop in one kernel | without this library | iterations |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    cases = [case for case in record["cases"] if case["suite"] == "table" and case["passed"]]
-    cases = [case for case in cases if case["parameters"]["loop"] not in _NOT_SHOWN]
-    for loop in dict.fromkeys(case["parameters"]["loop"] for case in cases):
-        found = [
-            [case for case in cases if case["parameters"]["loop"] == loop and case["parameters"]["direction"] == way]
-            for way in DIRECTIONS
-        ]
-        sizes = found[0][0]["parameters"]
+    taken = _best(record["cases"])
+    for loop in [loop for loop in NAMES if loop not in _NOT_SHOWN and (loop, DIRECTIONS[0]) in taken]:
+        found = [taken.get((loop, way), {}) for way in DIRECTIONS]
+        sizes = found[0][SOLVE]["parameters"]
         cells = [cell for cases in found for cell in _times(cases)]
-        name, size = NAMES.get(loop, loop), f"{sizes['L']:,}, {sizes['B']:,}, {sizes['D']:,}"
-        lines.append(f"| {name} | {size} | {' | '.join(cells)} | {_how(found)} |")
-    lines += ["", f"{goals([each['met'] for each in record['targets']])}; the file lists them."]
-    later = stored("loops-calls-nvidia")
-    if later:
-        path, calls = newest(later)
-        lines += ["", *_calls(calls, path.name)] if calls["date"] > record["date"] else []
-    return "\n".join(lines)
-
-
-def _calls(record: Mapping[str, Any], file_name: str) -> list[str]:
-    """Of a run by which what a user has without this library was left out: the calls, and those inside a CUDA graph of the caller."""
-    taken: dict[str, dict[tuple[str, str], Mapping[str, Any]]] = {}
-    for case in record["cases"]:
-        if (
-            case["suite"] in ("table", "captured")
-            and case["passed"]
-            and case["method"] in (SOLVE, f"{SOLVE}, captured")
-        ):
-            sizes = case["parameters"]
-            taken.setdefault(sizes["loop"], {})[case["suite"], sizes["direction"]] = case
-    lines = [
-        f"Since then, {measured_by(record, file_name)} The same calls, and as many iterations in a CUDA graph of the caller:",
-        "",
-        "| loop | L, B, D | solve | captured | solve, with gradients | captured |",
-        "|---|---|---|---|---|---|",
-    ]
-    for loop, cases in taken.items():
-        if loop in _NOT_SHOWN or ("table", DIRECTIONS[0]) not in cases:
-            continue
-        sizes = cases["table", DIRECTIONS[0]]["parameters"]
-        found = [cases.get((suite, way)) for way in DIRECTIONS for suite in ("table", "captured")]
-        cells = ["" if case is None else _ms(median(case["seconds"])) for case in found]
         size = f"{sizes['L']:,}, {sizes['B']:,}, {sizes['D']:,}"
-        lines.append(f"| {NAMES.get(loop, loop)} | {size} | {' | '.join(cells)} |")
-    return [*lines, "", f"{goals([each['met'] for each in record['targets']])}; the file lists them."]
+        lines.append(f"| {NAMES[loop]} | {size} | {' | '.join(cells)} | {_how(found)} |")
+    return "\n".join([*lines, "", f"{goals([each['met'] for each in record['targets']])}; the file lists them."])
 
 
-def _times(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+def _best(cases: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
+    """Of every loop and direction a case of each method: of the same call in several parts of a run that in which the host was least busy."""
+    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for case in cases:
+        if case["suite"] in ("table", "choice", "captured") and case["passed"]:
+            of_loop = found.setdefault((case["parameters"]["loop"], case["parameters"]["direction"]), {})
+            known = of_loop.setdefault(case["method"], case)
+            of_loop[case["method"]] = min(known, case, key=lambda each: median(each["seconds"]))
+    return {place: methods for place, methods in found.items() if SOLVE in methods}
+
+
+def _times(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Cells: by ``solve``, by the loop in one kernel, by the fastest of what a user has without this library."""
-    taken = {case["method"]: median(case["seconds"]) for case in cases}
+    taken = {method: median(case["seconds"]) for method, case in cases.items()}
     other = min((method for method in taken if method in _OTHERS), key=taken.__getitem__, default=None)
     methods = [method if method in taken else None for method in (SOLVE, _IN_ONE, other)]
     fastest = min((taken[method] for method in methods if method), default=None)
@@ -114,16 +87,16 @@ def _times(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     for method in methods:
         cell = _ms(taken[method]) if method else ""
         cell = f"**{cell}**" if method and taken[method] == fastest else cell
+        if method == SOLVE and _CAPTURED in taken:
+            cell = f"{cell} ({_ms(taken[_CAPTURED])})"
         cells.append(f"{cell}, {_OTHERS[method]}" if method in _OTHERS else cell)
     return cells
 
 
-def _how(found: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+def _how(found: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
     ways = []
-    for cases in found:
-        case = next((case for case in cases if case["method"] == SOLVE), None)
-        if case is not None:
-            ways.append("loop" if case["result"] == "LOOP" else f"{case['iterations']}")
+    for case in [cases[SOLVE] for cases in found if SOLVE in cases]:
+        ways.append("loop" if case["result"] == "LOOP" else f"{case['iterations']}")
     return "; ".join(dict.fromkeys(ways))
 
 
