@@ -15,13 +15,13 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
-from deeppcr_paper.figures import style
+from deeppcr_paper.figures import panels, style
 from deeppcr_paper.figures.drawing import Drawing
 from recurrent_methods import AUTO, BOTH, TORCH, Size
 
 NAME = "recurrent-map"
-#: Inches.
-WIDTH, ROW, AROUND = 7.4, 0.3, 1.9
+#: Inches. As wide as the other figures, for a phone: the scale stands below the panels, and T are powers of two.
+WIDTH, ROW, AROUND = panels.WIDTH, 0.3, 2.1
 #: How many times as fast, between which there are colours: faster ones have the last.
 SLOWEST, FASTEST = 0.5, 16.0
 #: From slower over equal to faster.
@@ -70,17 +70,19 @@ def draw(found: Sequence[Place], about: str) -> Drawing:
     norm = TwoSlopeNorm(0.0, math.log2(SLOWEST), math.log2(FASTEST))
     with style.context():
         figure = Canvas(figsize=(WIDTH, AROUND + ROW * len(up)), layout="constrained")
-        panels = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
-        for axes, kind in zip(panels, kinds, strict=True):
+        grid = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+        for axes, kind in zip(grid, kinds, strict=True):
             axes.set(title=kind, xlabel="steps T")
             axes.grid(False)
             _panel(axes, [place for place in found if place.size.kind == kind], across, up, colours, norm)
-        panels[0].set_ylabel("hidden size H, rows B")
-        scale = figure.colorbar(ScalarMappable(norm, colours), ax=list(panels), aspect=30, pad=0.015)
+        grid[0].set_ylabel("hidden size H, rows B")
+        scale = figure.colorbar(
+            ScalarMappable(norm, colours), ax=list(grid), location="bottom", fraction=0.03, aspect=40, pad=0.02
+        )
         ticks = [0.5, 1, 2, 4, 8, 16]
         scale.set_ticks([math.log2(each) for each in ticks], labels=[f"{each:g}" for each in ticks])
         scale.set_label("times as fast as torch.nn")
-        figure.legend(handles=_legend(), ncols=2, loc="outside lower center")
+        figure.legend(handles=_legend(), ncols=2, loc="outside lower center", fontsize=9)
     taken = sum(place.parallel for place in found)
     caption = (
         f"How many times as fast as torch.nn a layer of deeppcr.nn is with mode auto, on {about}; {taken} of {len(found)} layers "
@@ -104,8 +106,8 @@ def _panel(
         shades[y, x] = math.log2(min(max(place.speed, SLOWEST), FASTEST))
         red, green, blue, _ = colours(norm(shades[y, x]))
         ink = "#ffffff" if 0.3 * red + 0.6 * green + 0.1 * blue < 0.55 else style.INK
-        axes.text(x + 0.13, y, _speed(place.speed), color=ink, ha="center", va="center", fontsize=8)
-        _mark(axes, x - 0.33, y, ink, place.parallel, place.size.direction)
+        axes.text(x + 0.15, y, _speed(place.speed), color=ink, ha="center", va="center", fontsize=8)
+        _mark(axes, x - 0.37, y, ink, place.parallel, place.size.direction)
     axes.pcolormesh(
         numpy.arange(len(across) + 1) - 0.5,
         numpy.arange(len(up) + 1) - 0.5,
@@ -117,7 +119,7 @@ def _panel(
     for y in range(1, len(up)):
         if up[y][0] != up[y - 1][0]:
             axes.axhline(y - 0.5, color=style.INK, linewidth=0.7)
-    axes.set_xticks(range(len(across)), [f"{T:,}" for T in across], fontsize=8)
+    axes.set_xticks(range(len(across)), [style.power(T, 2) for T in across])
     axes.set_yticks(range(len(up)), [f"{H}, {B}" for H, B in up])
     axes.tick_params(length=0)
 
@@ -134,7 +136,7 @@ def _look(ink: str, parallel: bool, direction: str) -> dict[str, Any]:
 
 
 def _legend() -> list[Line2D]:
-    names = {True: "in parallel", False: "by PyTorch's own kernel"}
+    names = {True: "in parallel", False: "by torch.nn"}
     ways = {"forward": "forward", BOTH: "forward and backward"}
     return [
         Line2D([], [], **_look(style.INK, parallel, way), label=f"{names[parallel]}, {ways[way]}")

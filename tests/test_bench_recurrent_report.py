@@ -93,9 +93,10 @@ def test_what_was_not_measured_is_not_said(report, record):
 def test_the_map_has_a_panel_for_each_kind_and_a_mark_for_each_layer(report, record):
     root = ElementTree.fromstring(report.picture(record))
     texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
-    for expected in ("GRU", "LSTM", "RNN", "8, 8", "32, 1", "512, 1", "8,192", "4.0", "6.0", "0.93", "1.0"):
+    for expected in ("GRU", "LSTM", "RNN", "8, 8", "32, 1", "512, 1", "2¹³", "4.0", "6.0", "0.93", "1.0"):
         assert expected in texts
     assert "2 of 5 layers are run in parallel" in root.attrib["aria-label"]
+    assert float(root.attrib["viewBox"].split()[2]) < 420  # points: on a phone its letters are large enough to read
     assert "background:#ffffff" in root.attrib["style"]  # it brings its own paper, for dark pages too
     assert report.picture(record) == report.picture(record)
 

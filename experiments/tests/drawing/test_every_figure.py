@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 import matplotlib
+from matplotlib.legend import Legend
+from matplotlib.text import Text
 
 import made_up
 import made_up_diffusion
@@ -19,9 +21,11 @@ from deeppcr_paper import (
     figures,
 )
 from deeppcr_paper.catalogue import EXPERIMENTS
+from deeppcr_paper.figures import style
 from deeppcr_paper.figures.__main__ import main as figures_main
 from drawing_support import ERRORS, MEMORY, NEWTON, TIMING, silent
 
+ROOT = Path(__file__).resolve().parents[3]
 #: Experiments that have nothing to draw.
 WITHOUT: set[str] = set()
 
@@ -40,6 +44,24 @@ def test_every_experiment_has_a_figure(experiment, drawings):
 
 def test_an_unknown_experiment_has_none():
     assert figures.draw({"experiment": "network-timing", "records": []}) == []
+
+
+def test_no_title_or_legend_is_cut_off(drawings):
+    """Matplotlib makes room for the labels of axes, not for the width of titles and legends.
+
+    How wide a panel is depends on its numbers: the longest titles are looked at over the committed ones, too.
+    """
+    found = [path.read_text(encoding="utf-8") for path in (ROOT / "results").glob("mlp-printed-*.json")]
+    committed = [figures.drawings(json.loads(text))[:1] for text in found]
+    cut = []
+    for drawing in [each for several in [*drawings.values(), *committed] for each in several]:
+        canvas = drawing.canvas
+        with style.context():
+            canvas.draw_without_rendering()
+        words = [each for axes in canvas.axes for each in axes.get_children() if isinstance(each, Text)]
+        extents = [(each, each.get_window_extent()) for each in words + canvas.findobj(Legend)]
+        cut += [(drawing.name, each) for each, place in extents if place.x0 < -1 or place.x1 > canvas.bbox.x1 + 1]
+    assert cut == []
 
 
 def test_svg_stands_by_itself_in_a_page(drawings):

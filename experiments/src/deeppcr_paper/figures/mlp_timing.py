@@ -55,7 +55,8 @@ def over_depths(records: list[Record], activation: str, way: str, experiment: st
     for row, over in enumerate(overs, rows):
         shown = _placed(places[2 * row : 2 * row + 2], parallel)
         for column, axes in shown.items():
-            describe(axes, f"{_SHORT[column]} over {_OVER[over]}", "depth L (layers)", "speed-up (×)", column)
+            short = _SHORT[column].replace("CUDA ", "")  # the panel is not wide enough for more
+            describe(axes, f"{short} over {_OVER[over]}", "depth L (layers)", "speed-up (×)", column)
             ratios = [speedup(record, way, column, over) for record in records]
             lines(axes, records, ratios, colours, otherwise="not timed on both sides")
             guide(axes, 1)
