@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deeppcr
-from deeppcr import Newton, Result, runtime
+from deeppcr import Newton, Result
 from deeppcr.graphs import record
 from deeppcr.ways import judged, plan
 from problems import plain_loop
@@ -295,8 +295,9 @@ def test_a_derivative_that_is_right_on_the_average_is_borne_out(step, jacobian, 
 
 
 def test_replays_ask_the_general_iteration(device, monkeypatch):
-    """A recording made while nothing was added; then something is. Without kernels: those are in fuse/test_hidden.py."""
-    monkeypatch.setattr(runtime, "KERNEL_DEVICES", set())
+    """A recording made while nothing was added; then something is. On a GPU there are kernels, of which fuse/test_hidden.py asks the same."""
+    if device.type != "cpu":
+        pytest.skip("what stands in for a CUDA graph here is not one")
     monkeypatch.setitem(record.RECORDERS, device.type, Tape)
     deeppcr.clear_caches()
 

@@ -150,9 +150,10 @@ def test_chunks_of_a_step_that_reads_much_are_longer(device):
     data, z0 = torch.zeros(200, 20, device=device), torch.zeros(1, 20, device=device)
     much = Fused(lambda z: z - torch.sigmoid(z @ data.mT) @ data, z0, length=5000)
     little = Fused(lambda z: torch.sigmoid(z @ data[:20]), z0, length=5000)
-    assert first_chunk(5000, 1, much.program) == 48
-    assert first_chunk(5000, 1, little.program) == 16
-    assert first_chunk(7, 1, much.program) == 7
+    assert first_chunk(5000, 1, much.program, local=False) == 48
+    assert first_chunk(5000, 1, much.program, local=True) == 16  # whose digits are found by short ones
+    assert first_chunk(5000, 1, little.program, local=False) == 16
+    assert first_chunk(7, 1, much.program, local=False) == 7
 
 
 def test_the_loop_takes_over_for_lanes_that_are_not_settled_only(device):

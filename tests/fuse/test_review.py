@@ -108,6 +108,25 @@ def test_a_hook_on_a_module_inside_a_step_is_refused_though_it_changes_nothing(d
                 deeppcr.solve(net, z0, length=9, solver=solver)
 
 
+@pytest.mark.parametrize("where", ["inside", "all"])
+def test_a_hook_that_comes_later_is_seen(where, device):
+    """The kernels were held against the same step without it, with gradients: with a hook it is another one."""
+    net, hook = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()).to(device), lambda module, *gradients: None
+    z0 = normal(2, 3, device=device).float()
+    for _ in range(3):
+        found = deeppcr.solve(net, z0, length=9, solver=Newton())
+    assert by_kernels(found)
+    register = torch.nn.modules.module.register_module_full_backward_hook
+    handle = register(hook) if where == "all" else net[0].register_full_backward_hook(hook)
+    try:
+        for _ in range(3):
+            with pytest.raises(StepError, match="backward hook"):
+                deeppcr.solve(net, z0, length=9, solver=Newton())
+    finally:
+        handle.remove()
+    assert by_kernels(deeppcr.solve(net, z0, length=9, solver=Newton()))
+
+
 def test_no_gradient_goes_through_data(device):
     z0, xs, weight = (normal(*shape, device=device).requires_grad_() for shape in ((2, 3), (9, 2, 3), (3,)))
 

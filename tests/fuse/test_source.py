@@ -4,6 +4,8 @@ import hashlib
 import multiprocessing
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -96,3 +98,13 @@ def test_eight_processes_write_and_import_the_same_source_at_once(tmp_path):
 
 def module_name(text):
     return "deeppcr_step_" + hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def test_threads_read_a_module_once_and_to_its_end(tmp_path, monkeypatch):
+    """One that another thread has just begun to read has nothing in it."""
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
+    source = f"import time\ntime.sleep(0.2)\nLAST = {time.time()}\n"
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(compiled.module_of, [source] * 4))
+    assert {id(module) for module in found} == {id(found[0])}
+    assert all(hasattr(module, "LAST") for module in found)

@@ -1,9 +1,11 @@
 """What a step keeps outside of modules: refused by name by Newton's method, and left to the loop by default."""
 
 import random
+import random as shared_random
 import threading
 from contextvars import ContextVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,6 +98,25 @@ def by_a_generator(draw):
     return make
 
 
+def by_a_shared_generator(seed, draw):
+    """Of the whole process; what is drawn matters hardly ever."""
+
+    def make():
+        seed(0)
+        return lambda z, x: 0.5 * z + x + (draw() < 1e-9)
+
+    return make
+
+
+class DrawsSeldom(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        random.seed(0)
+
+    def forward(self, z, x):
+        return 0.5 * z + x + (shared_random.gauss(0, 1) > 9)
+
+
 def longer_after_a_while():
     calls = []
 
@@ -162,7 +183,11 @@ ELSEWHERE = [in_a_variable_of_a_context, at_something(threading.local), at_somet
 COUNTING = [
     Clock, counting_in_a_list, largest_in_a_dict, longer_after_a_while, longer_by_keyword, other_after_a_while,
 ]  # fmt: skip
-DRAWING = [by_a_generator(True), by_a_generator(False)]
+DRAWING = [
+    by_a_generator(True), by_a_generator(False), by_a_shared_generator(random.seed, lambda: random.random()),
+    by_a_shared_generator(random.seed, random.random), by_a_shared_generator(np.random.seed, lambda: np.random.rand()),  # noqa: NPY002
+    by_a_shared_generator(np.random.seed, np.random.rand), DrawsSeldom,
+]  # fmt: skip
 OUTSIDE = [Velocity, lambda: Velocity().method, VelocityInPlace, in_a_closure, in_a_list]
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -143,11 +144,15 @@ def _with_source(program: Program | TileProgram) -> Kernels:
 _captured: dict[int, Tensor] = {}
 
 
+_IMPORTING = threading.Lock()
+
+
 @lru_cache(maxsize=_MOST_MODULES)
 def module_of(source: str) -> ModuleType:
     """The module with this source: of a process always the same one, as launches know a kernel by its ``id``."""
     name = "deeppcr_step_" + hashlib.sha256(source.encode()).hexdigest()[:24]
-    return sys.modules.get(name) or _imported(name, _written(name, source))
+    with _IMPORTING:  # else a thread may find what another one has not read to its end
+        return sys.modules.get(name) or _imported(name, _written(name, source))
 
 
 def _written(name: str, source: str) -> Path:

@@ -111,14 +111,16 @@ def is_shorter_in_one(length: int, chunk: int, program: Program | TileProgram) -
     return length <= _USUAL_PASSES[program.elementwise] * (chunk * (1 + program.width) + _JOIN)
 
 
-def first_chunk(length: int, rows: int, program: Program | TileProgram) -> int:
+def first_chunk(length: int, rows: int, program: Program | TileProgram, local: bool = True) -> int:
     """How many steps a chunk has, before anything is known of how a step converges.
+
+    ``local``: digits of every state are asked for, as gradients need them, or it is a matter of these.
 
     Of an elementwise step memory is what counts: enough lanes to keep it busy. A narrow one is bound by the time of one step after
     the other, those inside a chunk and chunks at a join; and large chunks make marginal loops converge.
     """
     if isinstance(program, TileProgram):
-        return tiled.first_chunk(length, rows, program)
+        return tiled.first_chunk(length, rows, program, local)
     busy = next_power_of_2(max(1, length * rows // _BUSY))
     least = 64 if program.elementwise else min(256, next_power_of_2(max(1, math.isqrt(length))))
     return min(length, max(least, busy))

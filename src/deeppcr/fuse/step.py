@@ -102,10 +102,10 @@ class FusedStep:
         """What is known of solves of a kind: a copy is for one of them to change, and to be noted in ``kinds``."""
         found = self.kinds.get(key)
         if found is None:
-            (length, chunk, *_), program = key, self.kernels.program
+            (length, chunk, _, _, local, _), program = key, self.kernels.program
             if self.only_loop:
                 return Kind(length, length, gave_up=True, patience=sys.maxsize)
-            first = self._first_chunk(length) if isinstance(chunk, str) else min(chunk, length)
+            first = self._first_chunk(length, local) if isinstance(chunk, str) else min(chunk, length)
             found = Kind(
                 length, first, int(program.parts.tiled)
             )  # a roll-out without tangents is a guess that costs little
@@ -116,9 +116,9 @@ class FusedStep:
         self.only_loop = True
         self.kinds.clear()
 
-    def _first_chunk(self, length: int) -> int:
+    def _first_chunk(self, length: int, local: bool = False) -> int:
         program = self.kernels.program
-        return first_chunk(length, self.layout.rows * program.channels, program)
+        return first_chunk(length, self.layout.rows * program.channels, program, local)
 
     def is_quicker_in_one(self, length: int) -> bool:
         """Whether so few steps are expected to be done by the loop in one kernel before chunks have joined."""

@@ -6,7 +6,10 @@ import random
 import sys
 from array import array
 from collections import deque
+from collections.abc import Collection, Iterator
+from functools import cache
 from hashlib import blake2b
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -55,8 +58,9 @@ def state_of(value: Any) -> list[Any] | None:
         if issubclass(kind, (numpy.ndarray, numpy.generic)):
             ends = (value.flat[:_ENTRIES], value.flat[-_ENTRIES:])
             return [value.dtype, value.shape, *(each.tobytes() for each in ends)]
-        if issubclass(kind, numpy.random.Generator):
-            return [repr(value.bit_generator.state)]
+        if issubclass(kind, (numpy.random.Generator, numpy.random.RandomState)):
+            of_seeds = getattr(value, "bit_generator", None) or value._bit_generator
+            return [repr(of_seeds.state)]
     return None
 
 
@@ -70,6 +74,18 @@ def digest_of(container: Any) -> bytes | None:
         return None
     # Bits tell zeros apart, and take a tenth of the time of writing them down.
     return blake2b(array("d", entries) if kinds == {float} else repr(entries).encode()).digest()
+
+
+def shared_generators(names: Collection[Any]) -> Iterator[tuple[str, Any]]:
+    """Those of the whole process from which code with these names may draw, and the modules they belong to."""
+    for module, its in (("random", "_inst"), ("numpy.random", "mtrand._rand")):
+        if module in sys.modules and not _names_of(module).isdisjoint(names):
+            yield module, attrgetter(its)(sys.modules[module])
+
+
+@cache
+def _names_of(module: str) -> frozenset[str]:
+    return frozenset(name for name in dir(sys.modules[module]) if not name.startswith("_")) | {"random"}
 
 
 def draws(value: Any) -> bool:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ..runtime import version_of
 from .changing import PLAIN, state_of
 from .reach import CONTAINERS, Walk
+from .stack import HOOKS
 
 #: Containers of more entries tell nothing of a kind of function: it may note something there in every call.
 _FEW = 16
@@ -89,8 +90,8 @@ def structure_of(function: Callable[..., Any]) -> tuple[Hashable, list[Tensor]]:
 def _marks(function: Callable, place: Callable[[Tensor], Hashable]) -> list[Hashable]:
     """Of everything that a function reaches; of tensors, what ``place`` gives."""
     walk = Walk(function)
-    hooks = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
-    found = [_mark(each, walk, place) for every in hooks for each in every.values()]
+    of_all = (getattr(all_modules, f"_global{hooks}") for hooks in HOOKS)
+    found = [_mark(each, walk, place) for every in of_all for each in every.values()]
     for value, held in walk:
         marks: list[Hashable] = [_what(value, held)]
         for name, each in held:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from ..runtime import is_capturing, is_out_of_memory, version_of
 from .changing import LARGEST, PLAIN, draws, state_of
 from .evaluate import RandomStep, StepError, StepGroup
-from .reach import Values, inside, never_read, own_classes, reached_by
+from .reach import MOST_MODULES, Values, never_read, own_classes, reached_by
 from .stack import MODULE_INTERNALS, surely_equal
 
 #: Types of containers whose entries are looked at: subclasses may do anything.
@@ -111,7 +111,7 @@ class Purity:
         self._refuse_changes()
 
     def _look(self) -> _Held:
-        modules = [module for root in self.roots for module in inside(root, self._used)]
+        modules = [module for root in self.roots for module in _inside(root, self._used)]
         return _Held({id(module): module for module in modules}.values())
 
     def _refuse_changes(self) -> None:
@@ -133,7 +133,7 @@ def watch(step: Any) -> Callable[[], str | None]:
     """To be asked after a call of the step: what that has changed in the modules which the step reaches; None where it has nothing."""
     used: set[Any] = set()
     roots, found = reached_by(step, used)
-    modules = [module for root in roots for module in inside(root, used)]
+    modules = [module for root in roots for module in _inside(root, used)]
     held, values = _Held({id(module): module for module in modules}.values()), _Values(step, found)
 
     def changed() -> str | None:
@@ -142,6 +142,26 @@ def watch(step: Any) -> Callable[[], str | None]:
         return None
 
     return changed
+
+
+def _inside(root: nn.Module, used: set[Any]) -> list[nn.Module]:
+    """The modules of a root, itself first, each once. Of many, those that are called by name, or else the first."""
+    found: dict[int, nn.Module] = {}
+    waiting: list[nn.Module | None] = [root]
+    while waiting and len(found) <= MOST_MODULES:
+        module = waiting.pop()
+        # A scripted module keeps what it has outside of Python.
+        if module is not None and id(module) not in found and isinstance(module._buffers, dict):
+            found[id(module)] = module
+            if module._modules:
+                waiting += reversed(module._modules.values())
+    every = list(found.values())
+    if len(every) <= MOST_MODULES:
+        return every
+    named = [inner for name, inner in root._modules.items() if name in used and inner is not None]
+    if not named:
+        return every[:MOST_MODULES]
+    return list({id(m): m for m in [root, *(m for inner in named for m in _inside(inner, used))]}.values())
 
 
 class _Held:

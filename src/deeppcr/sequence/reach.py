@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import (
     BuiltinMethodType,
     CodeType,
@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .changing import LARGEST, PLAIN, digest_of, state_of
-from .stack import MODULE_INTERNALS
+from .changing import LARGEST, PLAIN, digest_of, shared_generators, state_of
+from .stack import HOOKS, MODULE_INTERNALS
 
 #: Containers with more entries than this are data, where they are attributes that no code names.
 _MANY = 100
 #: Of a model with more modules than this, only those are looked at that the step names.
-_MOST_MODULES = 200
+MOST_MODULES = 200
 #: So many functions and objects may stand one behind the other; containers and modules do not count.
 _DEPTH = 8
 #: Packages whose functions are what they are, whatever stands in global variables.
@@ -132,9 +132,9 @@ class Walk:
             return [*value.__dict__.items(), *self._held_by_function(value)]
         if issubclass(kind, nn.Module):
             own = self._noted([(name, each) for name, each in vars(value).items() if name not in MODULE_INTERNALS])
-            if value._forward_hooks or value._forward_pre_hooks:
-                own += [("hook after", each) for each in value._forward_hooks.values()]
-                own += [("hook before", each) for each in value._forward_pre_hooks.values()]
+            for hooks in HOOKS:
+                if every := getattr(value, hooks):
+                    own += [(hooks, each) for each in every.values()]
             return [
                 *own,
                 *self._in_slots(value, kind),
@@ -249,7 +249,7 @@ def reached_by(
         without: the ids of what has no state for this step, and is not to be looked into, but for dictionaries
     """
     if issubclass(type(step), nn.Module):
-        return [step], {}
+        return [step], _shared([step], set())
     found: dict[int, nn.Module] = {}
     plain: set[Any] = set()
     values: Values = {}
@@ -272,7 +272,16 @@ def reached_by(
             values[place] = owner, called.get(id(owner)), each
     if used is not None:
         used |= walk.used | plain
-    return list(found.values()), values
+    return list(found.values()), values | _shared(found.values(), walk.used)
+
+
+def _shared(roots: Iterable[nn.Module], used: set[Any]) -> Values:
+    """The generators of the whole process, where the code of a step, or of a module that it reaches, has names to draw from them by."""
+    kinds = {type(module) for root in roots for module in islice(root.modules(), MOST_MODULES)}
+    kinds = {each for kind in kinds for each in own_classes(kind)}
+    codes = [vars(kind)["forward"].__code__ for kind in kinds if type(vars(kind).get("forward")) is FunctionType]
+    names = used.union(*map(_names_in, codes))
+    return {(module, "state"): (module, None, generator) for module, generator in shared_generators(names)}
 
 
 def _outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[tuple[Any, Hashable, Any]]:
@@ -327,26 +336,6 @@ def _last(name: Hashable) -> str:
     """Of the name of a variable, "global settings.seen" say, or of an attribute of a class."""
     text = name[-1] if isinstance(name, tuple) and name else name
     return str(text).replace(" ", ".").rpartition(".")[2]
-
-
-def inside(root: nn.Module, used: set[Any]) -> list[nn.Module]:
-    """The modules of a root, itself first, each once. Of many, those that are called by name, or else the first."""
-    found: dict[int, nn.Module] = {}
-    waiting: list[nn.Module | None] = [root]
-    while waiting and len(found) <= _MOST_MODULES:
-        module = waiting.pop()
-        # A scripted module keeps what it has outside of Python.
-        if module is not None and id(module) not in found and isinstance(module._buffers, dict):
-            found[id(module)] = module
-            if module._modules:
-                waiting += reversed(module._modules.values())
-    every = list(found.values())
-    if len(every) <= _MOST_MODULES:
-        return every
-    named = [inner for name, inner in root._modules.items() if name in used and inner is not None]
-    if not named:
-        return every[:_MOST_MODULES]
-    return list({id(m): m for m in [root, *(m for inner in named for m in inside(inner, used))]}.values())
 
 
 def _named_in(

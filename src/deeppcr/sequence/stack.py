@@ -16,6 +16,8 @@ from .layout import Layout
 
 #: What a list of steps may be.
 LISTS = (list, tuple, nn.ModuleList)
+#: Where modules have hooks: with another one, on gradients too, a step is another step.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: What every module has.
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, type)
@@ -128,8 +130,7 @@ def _same_structure(a: Any, b: Any) -> bool:
 def _same_module(a: nn.Module, b: nn.Module) -> bool:
     if type(a) is not type(b) or a.training != b.training:
         return False
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, name) for module in (a, b) for name in hooks):
+    if any(getattr(module, name) for module in (a, b) for name in HOOKS):
         return False  # a hook may do anything
     own_a, own_b = ({k: v for k, v in vars(m).items() if k not in MODULE_INTERNALS} for m in (a, b))
     return own_a.keys() == own_b.keys() and all(surely_equal(own_a[k], own_b[k]) for k in own_a)
