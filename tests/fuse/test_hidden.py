@@ -76,6 +76,22 @@ def test_it_is_found_in_the_first_solve_that_is_long_enough(device):
     assert (found.states[1] - plain_loop(rounded_clock, *long)[1]).abs().max() <= 1e-3
 
 
+def test_it_is_found_in_the_first_solve_whose_numbers_show_it(device):
+    """Those of the first one, by which kernels are trusted, add up to nothing."""
+
+    def counter(z, x):
+        return torch.tanh(0.9 * z[0] + x), z[1].detach() + x
+
+    z0, xs = problem(device)
+    xs = torch.full_like(xs, GRID)
+    found, _ = solved(counter, z0, torch.zeros_like(xs), solver=Newton(chunk=4))
+    assert found.result is Result.CONVERGED
+    found, told = solved(counter, z0, xs, times=1, solver=Newton(chunk=4))
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert told
+    assert (found.states[1] - plain_loop(counter, z0, xs)[1]).abs().max() <= 1e-3
+
+
 @pytest.mark.parametrize("step", [straight_through, constant])
 def test_a_step_that_hides_nothing_that_matters_has_chunks(step, device):
     z0, xs = problem(device)
