@@ -58,12 +58,6 @@ class Certified(Safeguarded[_Progress]):
         values, blocks = self.linearise()
         return self.has_derivative(values, blocks.apply)
 
-    @torch.no_grad()
-    def has_derivative_anywhere(self) -> Tensor:
-        """[B]: the same of all chunks."""
-        self.first = 0
-        return self.has_derivative_at_ends()
-
     def has_derivative(self, values: Tensor, push: Callable[[Tensor], Tensor]) -> Tensor:
         """[B]: whether chunks from ``first`` on, which lead to ``values``, change as products ``push`` say."""
         starts, rtol = self.starts(), self.progress.tolerance.rtol
