@@ -7,6 +7,7 @@ import torch
 
 import deeppcr
 from deeppcr import Newton, Result
+from deeppcr.ways.fused import Call
 from problems import plain_loop
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -99,3 +100,23 @@ def test_a_step_that_hides_nothing_that_matters_has_chunks(step, device):
     assert found.result is Result.CONVERGED
     assert not told
     assert (found.states[1] - plain_loop(step, z0, xs)[1]).abs().max() <= 1e-3
+
+
+KINKED = {
+    "relu": lambda z, x: torch.relu(0.5 * z + x) - 0.2,
+    "abs": lambda z, x: 0.5 * z.abs() + x,
+    "clamp": lambda z, x: (0.7 * z + x).clamp(-1, 1),
+    "a ring": lambda z, x: torch.remainder(0.5 * z + x, 2.0),
+    "maximum": lambda z, x: torch.maximum(0.5 * z, x),
+}
+
+
+@pytest.mark.parametrize("name", KINKED)
+def test_kinks_are_not_taken_for_hidden_derivatives(name, device):
+    """Each solve by such kernels would be held against the step in all of its states."""
+    step, (_, xs) = KINKED[name], problem(device, 300)
+    z0 = torch.ones(1, 1, device=device)
+    found, told = solved(step, z0, xs, solver=Newton(chunk=4))
+    assert found.result is Result.CONVERGED
+    assert not told
+    assert not Call(step, z0, xs, None, None).known[0].hides
