@@ -114,6 +114,22 @@ def test_what_adds_up_unseen_is_left_to_the_loop_and_told(name, dtype, solver, d
     assert any(issubclass(each.category, deeppcr.ConvergenceWarning) for each in told)
 
 
+def reset_after_a_burst(z, x):
+    """``x``: what the level is set to, where that is positive."""
+    return torch.where(x > 0, x + 0 * z, z.detach() + 1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_what_was_large_once_does_not_hide_that_a_derivative_is_hidden(chunk, device):
+    xs = torch.zeros(1500, 1, 1, device=device)
+    xs[11:20], xs[20] = 1000.0, 1.0
+    z0 = torch.ones(2, 3, device=device)
+    found, told = solved(reset_after_a_burst, z0, xs, solver=Newton(chunk=chunk))
+    assert (found.states - plain_loop(reset_after_a_burst, z0, xs)).abs().max() <= 0.01
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert told
+
+
 @pytest.mark.parametrize("name", ["rounded_clock", "detached", "half_detached", "slow_statistics"])
 def test_gradients_of_a_hidden_derivative_are_those_of_the_loop(name, device):
     step, width = HIDING[name]

@@ -139,6 +139,15 @@ def loop(name: str, length: int, dtype=torch.float64):
             xs,
             [gain],
         )
+    if name == "reset":  # what is hidden is small beside a burst before it
+        gain, xs = torch.tensor(0.0, dtype=dtype, requires_grad=True), torch.zeros(length, 2, 3, dtype=dtype)
+        xs[3:6], xs[6] = 1e4, 1.0
+        return (
+            lambda z, x: torch.where(x > 0, x + gain * z, z.detach() + 5e-8),
+            torch.ones(2, 3, dtype=dtype),
+            xs,
+            [gain],
+        )
     if name == "complex":
         turn = torch.polar(torch.full((4,), 0.9, dtype=dtype), draw(4)).requires_grad_()
         start, xs = torch.complex(draw(2, 4), draw(2, 4)), torch.complex(draw(length, 2, 4), draw(length, 2, 4))

@@ -54,6 +54,13 @@ def test_what_adds_up_unseen_over_ranks_is_found(team):
     assert {each["result"] for each in found} == {"FINISHED_BY_LOOP"}
 
 
+def test_what_was_large_on_another_rank_does_not_hide_what_adds_up(team):
+    lengths = [20, 0, 90]
+    found = team.results(3, "distributed.cases", "solved", name="reset", lengths=lengths, solver="paper")
+    assert_same(found, cases.solved(None, "reset", lengths, solver="loop"))
+    assert {each["result"] for each in found} == {"FINISHED_BY_LOOP"}
+
+
 @pytest.mark.parametrize(
     "solver",
     [

@@ -7,6 +7,7 @@ import torch
 
 import deeppcr
 from deeppcr import Newton, Result
+from deeppcr.ways.fused import Call
 from problems import plain_loop
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -76,6 +77,22 @@ def test_it_is_found_in_the_first_solve_that_is_long_enough(device):
     assert (found.states[1] - plain_loop(rounded_clock, *long)[1]).abs().max() <= 1e-3
 
 
+def test_it_is_found_in_the_first_solve_whose_numbers_show_it(device):
+    """Those of the first one, by which kernels are trusted, add up to nothing."""
+
+    def counter(z, x):
+        return torch.tanh(0.9 * z[0] + x), z[1].detach() + x
+
+    z0, xs = problem(device)
+    xs = torch.full_like(xs, GRID)
+    found, _ = solved(counter, z0, torch.zeros_like(xs), solver=Newton(chunk=4))
+    assert found.result is Result.CONVERGED
+    found, told = solved(counter, z0, xs, times=1, solver=Newton(chunk=4))
+    assert found.result is Result.FINISHED_BY_LOOP
+    assert told
+    assert (found.states[1] - plain_loop(counter, z0, xs)[1]).abs().max() <= 1e-3
+
+
 @pytest.mark.parametrize("step", [straight_through, constant])
 def test_a_step_that_hides_nothing_that_matters_has_chunks(step, device):
     z0, xs = problem(device)
@@ -83,3 +100,23 @@ def test_a_step_that_hides_nothing_that_matters_has_chunks(step, device):
     assert found.result is Result.CONVERGED
     assert not told
     assert (found.states[1] - plain_loop(step, z0, xs)[1]).abs().max() <= 1e-3
+
+
+KINKED = {
+    "relu": lambda z, x: torch.relu(0.5 * z + x) - 0.2,
+    "abs": lambda z, x: 0.5 * z.abs() + x,
+    "clamp": lambda z, x: (0.7 * z + x).clamp(-1, 1),
+    "a ring": lambda z, x: torch.remainder(0.5 * z + x, 2.0),
+    "maximum": lambda z, x: torch.maximum(0.5 * z, x),
+}
+
+
+@pytest.mark.parametrize("name", KINKED)
+def test_kinks_are_not_taken_for_hidden_derivatives(name, device):
+    """Each solve by such kernels would be held against the step in all of its states."""
+    step, (_, xs) = KINKED[name], problem(device, 300)
+    z0 = torch.ones(1, 1, device=device)
+    found, told = solved(step, z0, xs, solver=Newton(chunk=4))
+    assert found.result is Result.CONVERGED
+    assert not told
+    assert not Call(step, z0, xs, None, None).known[0].hides

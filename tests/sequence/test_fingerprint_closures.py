@@ -1,5 +1,6 @@
 """A fingerprint sees what a function closes over, however it is held: made of another number, changed in place, equal but not the same."""
 
+import ctypes
 import functools
 import threading
 import weakref
@@ -141,20 +142,32 @@ def counting():
     return next_number
 
 
-def with_gain(tensor):
-    tensor.gain = 0.3
+def with_gain(tensor, gain=0.3):
+    tensor.gain = gain
     return tensor
 
 
-def of_this_thread():
-    held = threading.local()
+class OfThread(threading.local):
+    pass
+
+
+def of_this_thread(kind=threading.local):
+    held = kind()
     held.scale = 1
     return held
+
+
+class Scaling:
+    scale = 1
+
+    def scaled(self, z):
+        return self.scale * z
 
 
 SETTINGS = ModuleType("settings_of_somebody")
 SETTINGS.scale = 1
 SCALES, SCALING, VARIABLE = {"scale": 1}, Calling(1), ContextVar("scale")
+BYTES, SCALED = bytearray(b"1"), Scaling()
 
 
 def by_settings(z, settings=SETTINGS):
@@ -187,6 +200,13 @@ IN_PLACE = {
     "bytes": (bytearray(b"1"), lambda held: held.append(2)),
     "behind a proxy": (MappingProxyType(SCALES), lambda held: SCALES.update(scale=2)),
     "behind a weak reference": (weakref.ref(SCALING), lambda held: setattr(SCALING, "function", 2)),
+    "behind a weak method": (weakref.WeakMethod(SCALED.scaled), lambda held: setattr(SCALED, "scale", 2)),
+    "the values of a dictionary": (SCALES.values(), lambda held: SCALES.update(scale=3)),
+    "a list that is an attribute of a tensor": (with_gain(torch.zeros(2), [0.3]), lambda held: held.gain.append(0.6)),
+    "a number of C's": (ctypes.c_double(1), lambda held: setattr(held, "value", 2)),
+    "an array of C's": ((ctypes.c_int * 2)(1, 2), lambda held: held.__setitem__(1, 3)),
+    "a view of memory": (memoryview(BYTES), lambda held: held.__setitem__(0, 2)),
+    "a variable of a thread, of a class": (of_this_thread(OfThread), lambda held: setattr(held, "scale", 2)),
     "a variable of a context": (VARIABLE, lambda held: held.set(2)),
     "a variable of a thread": (of_this_thread(), lambda held: setattr(held, "scale", 2)),
     "far inside": ([{"a": SimpleNamespace(b=SimpleNamespace(c=[1]))}], lambda held: held[0]["a"].b.c.append(2)),

@@ -6,7 +6,7 @@ Shapes: L steps on this rank, which may be none; B rows, D the packed state.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from ..distributed.ranks import Ranks
 from ..gradient import UNDETERMINED, Gradient, Implicit, refuse_gradients
 from ..jacobian import DiagonalJacobian
 from ..newton import Loop, Newton
+from ..newton.certificate import steps_have_derivative
 from ..newton.guess import Guess, as_guess
 from ..newton.iteration import Outcome
 from ..runtime import is_capturing
@@ -103,9 +104,7 @@ class _Solve:
         iteration = Iteration(newton, part, guess, self.plan.chunk, self.plan, found)
         outcome = iteration.run()
         self.plan.derivative = newton.jacobian.name or (part.sequence.derivative if part.sequence else "none")
-        judged = self._judge(
-            outcome, iteration.entry, iteration.peak, iteration.sizes, true=iteration.has_derivative_anywhere
-        )
+        judged = self._judge(outcome, iteration.entry, iteration.peak, iteration.sizes)
         if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
             if on_failure != "loop":
                 judged = replace(judged, outcome=self._located(judged.outcome, iteration.entry))
@@ -154,16 +153,12 @@ class _Solve:
 
     # What the steps themselves say.
 
-    def _judge(
-        self, outcome: Outcome, entry: Tensor, peak: Tensor, sizes: Tensor, *, looped: bool = False,
-        true: Callable[[], Tensor] | None = None,
-    ) -> _Judged:  # fmt: skip
+    def _judge(self, outcome: Outcome, entry: Tensor, peak: Tensor, sizes: Tensor, *, looped: bool = False) -> _Judged:
         """One evaluation of all steps, with a graph where a gradient may be asked for.
 
         Args:
             entry, peak, sizes: [B, D], the state that this rank starts from, the size of what came before, and of all states of all ranks
             looped: they are the loop's own, and its derivatives are taken where it is
-            true: tells of which rows [B] Jacobians are those of the steps
         """
         part, states, adjoint = self.part, outcome.states, None
         values = states
@@ -196,13 +191,23 @@ class _Solve:
             outcome = without_claim(outcome, broken > 0, nothing)
             # What drifts on every rank adds up over all of them.
             drifts = drifting(outcome, self.newton, drift * part.ranks.count)
-            if drifts.any() and true is not None:
-                outcome = without_derivative(outcome, drifts & ~true(), nothing)
+            if drifts.any():
+                outcome = without_derivative(outcome, drifts & self._hides(entry, states, values), nothing)
         if adjoint is not None and self.newton.stop.promises and not looped:
             adjoint.promise(self.tolerance.rtol)
         if lost_anywhere.any() and adjoint is not None:
             outcome = self._determined(outcome, adjoint, sizes, before, lost_before)
         return _Judged(outcome, residual.to(states.dtype), adjoint, known.amin(-1).long())
+
+    @torch.no_grad()
+    def _hides(self, entry: Tensor, states: Tensor, values: Tensor) -> Tensor:
+        """[B]: whether steps of any rank do not change as their Jacobians say."""
+        part, hidden = self.part, torch.zeros(self.part.layout.rows, dtype=torch.bool, device=states.device)
+        with part.trouble.kept():
+            if part.sequence is not None:
+                given = entry, states, values, self.tolerance.rtol
+                hidden = ~steps_have_derivative(part.sequence, self.newton.jacobian, *given)
+        return part.say(part.ranks, hidden.double(), torch.maximum, (hidden,))[1][0] > 0
 
     def _determined(
         self, outcome: Outcome, adjoint: AdjointOver, sizes: Tensor, before: Tensor, lost_before: Tensor | None

@@ -43,7 +43,8 @@ class FusedStep:
         kinds: of solves, by length and rows
         solves: how many there were, without gradients and with them
         longest: steps of the longest solve that was held against the step in all of its states
-        only_loop: the step hides some of its derivatives, so that chunks cannot be joined by them
+        hides: the step hides some of its derivatives, which may matter in the next solve
+        only_loop: it did, so that chunks cannot be joined by them
         gradients_fit: what kernels of gradients were compiled for that are known to fit the device
     """
 
@@ -54,6 +55,7 @@ class FusedStep:
     kinds: Bounded = field(default_factory=lambda: Bounded(_MOST_KINDS))
     solves: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     longest: int = 0
+    hides: bool = False
     only_loop: bool = False
     gradients_fit: set[tuple[Any, ...]] = field(default_factory=set)
 

@@ -58,12 +58,6 @@ class Certified(Safeguarded[_Progress]):
         values, blocks = self.linearise()
         return self.has_derivative(values, blocks.apply)
 
-    @torch.no_grad()
-    def has_derivative_anywhere(self) -> Tensor:
-        """[B]: the same of all chunks."""
-        self.first = 0
-        return self.has_derivative_at_ends()
-
     def has_derivative(self, values: Tensor, push: Callable[[Tensor], Tensor]) -> Tensor:
         """[B]: whether chunks from ``first`` on, which lead to ``values``, change as products ``push`` say."""
         starts, rtol = self.starts(), self.progress.tolerance.rtol
@@ -186,13 +180,18 @@ def steps_have_derivative(
         foreseen = sequence.push(previous, change.unsqueeze(1), steps)[1].squeeze(1)
     largest = values.abs().amax(0)
     foreseen_in_all = is_foreseen(values, changed, foreseen, rtol, largest, lambda sums: sums)
-    return foreseen_in_all & _few_differ(values, changed, foreseen, rtol)
+    return foreseen_in_all & _few_differ(previous, values, changed, foreseen, rtol)
 
 
-def _few_differ(values: Tensor, changed: Tensor, foreseen: Tensor, rtol: float) -> Tensor:
+def _few_differ(previous: Tensor, values: Tensor, changed: Tensor, foreseen: Tensor, rtol: float) -> Tensor:
     """[B]: whether no more steps than may be next to a kink change quite otherwise than foreseen: see ``is_foreseen``, which asks for the
-    average. Some of the steps that hide a derivative do as much harm as all of them, and are no part of that."""
-    change, noise = changed - values, noise_of(values.dtype, rtol) * values.abs().amax(0)
+    average. Some of the steps that hide a derivative do as much harm as all of them, and are no part of that.
+
+    A step rounds what its row has there: what was large at another time is not to hide what small states change by.
+    """
+    of_row = torch.maximum(previous.abs().amax(-1, keepdim=True), values.abs().amax(-1, keepdim=True))
+    noise = noise_of(values.dtype, rtol) * torch.minimum(of_row, values.abs().amax(0))
+    change = changed - values
     differ = (change - foreseen).abs() > 0.5 * torch.maximum(change.abs(), foreseen.abs()) + noise
     return (differ.sum(0) <= max(_KINKS, _AT_KINKS * len(values))).all(-1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from array import array
@@ -25,6 +26,8 @@ _ENTRIES = 4096
 #: Known by their value.
 PLAIN = frozenset((bool, int, str, bytes, range, type(None), torch.dtype, torch.device, CodeType))
 _VALUES = PLAIN | {float, complex}
+#: Numbers of C, and arrays and structures of them.
+CTYPES = (ctypes.c_int.__mro__[1], ctypes.Array, ctypes.Structure, ctypes.Union)
 #: As text they are themselves.
 _WRITTEN = frozenset((bool, int, str, bytes, float, type(None)))
 
@@ -52,6 +55,8 @@ def state_of(value: Any) -> list[Any] | None:
         return value.get_state().tolist()
     if issubclass(kind, random.Random):
         return [value.getstate()]
+    if issubclass(kind, (memoryview, *CTYPES)):
+        return [bytes(value)]
     if issubclass(kind, (bytearray, array)):
         return [len(value), bytes(value[:_ENTRIES]), bytes(value[-_ENTRIES:])]
     if kind.__module__.startswith("numpy") and (numpy := sys.modules.get("numpy")) is not None:

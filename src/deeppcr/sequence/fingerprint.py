@@ -17,7 +17,7 @@ from torch.nn.modules import module as all_modules
 from torch.nn.parameter import is_lazy
 
 from ..runtime import version_of
-from .changing import PLAIN, state_of
+from .changing import CTYPES, PLAIN, state_of
 from .reach import CONTAINERS, Walk
 from .stack import HOOKS
 
@@ -133,14 +133,14 @@ def _mark(value: Any, walk: Walk, place: Callable[[Tensor], Hashable]) -> Hashab
         return kind, *[(type(each), each) if type(each) in PLAIN else _mark(each, walk, place) for each in value]
     if issubclass(kind, Tensor):
         own = value.__dict__  # what somebody noted there, as a rule nobody but a compiler
-        notes = own and [(name, _note(each, place)) for name, each in own.items() if not name.startswith(_OF_COMPILERS)]
-        return (place(value), *notes) if notes else place(value)
+        noted = [each for each in own.items() if not each[0].startswith(_OF_COMPILERS)] if own else ()
+        return (place(value), *[(name, _note(each, walk, place)) for name, each in noted]) if noted else place(value)
     if not issubclass(kind, nn.Module):
         if issubclass(kind, (float, complex)):
             return kind, repr(value)  # which tells zeros apart, and NaN is NaN
         if kind.__module__ == "numpy" and getattr(value, "nbytes", math.inf) <= _SMALL:
             return str(value.dtype), value.shape, value.tobytes()
-        if issubclass(kind, (bytearray, array)):
+        if issubclass(kind, (bytearray, array, memoryview, *CTYPES)):
             return kind, *(state_of(value) or ())
         if issubclass(kind, (type, ModuleType)):
             walk.meet(value)
@@ -150,12 +150,14 @@ def _mark(value: Any, walk: Walk, place: Callable[[Tensor], Hashable]) -> Hashab
     return Same(value) if number is None else number
 
 
-def _note(value: Any, place: Callable[[Tensor], Hashable]) -> Hashable:
-    """A thing by its value or by which one it is: nobody goes there."""
+def _note(value: Any, walk: Walk, place: Callable[[Tensor], Hashable]) -> Hashable:
+    """What is an attribute of a tensor: an object may hold the whole program, and is known by which one it is."""
     kind = type(value)
-    if kind in PLAIN or issubclass(kind, (float, complex)):
-        return kind, repr(value)
-    return place(value) if issubclass(kind, Tensor) else Same(value)
+    if issubclass(kind, Tensor):
+        return place(value)
+    return (
+        _mark(value, walk, place) if issubclass(kind, (float, complex, *CONTAINERS)) or kind in PLAIN else Same(value)
+    )
 
 
 def _is_whole(value: Any) -> bool:

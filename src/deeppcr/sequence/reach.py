@@ -62,7 +62,9 @@ _SEEN_THROUGH: dict[type, Callable[[Any], Any]] = {
     weakref.ref: lambda reference: reference(),
     ContextVar: lambda variable: variable.get(None),
     threading.local: vars,
+    **dict.fromkeys(map(type, ({}.keys(), {}.values(), {}.items())), list),
 }
+_STANDING_FOR_OTHERS = tuple(_SEEN_THROUGH)
 
 
 class Walk:
@@ -146,8 +148,9 @@ class Walk:
             return [("__func__", value.__func__), ("__self__", value.__self__)]
         if kind is BuiltinMethodType:
             return [("__name__", value.__name__), ("__self__", value.__self__)]
-        if kind in _SEEN_THROUGH:
-            return [("inside", _SEEN_THROUGH[kind](value))]
+        if issubclass(kind, _STANDING_FOR_OTHERS):
+            see = next(_SEEN_THROUGH[each] for each in kind.__mro__ if each in _SEEN_THROUGH)
+            return [("inside", see(value)), *self._in_slots(value, kind)]
         held = self._attributes_of(value, kind)
         if issubclass(kind, CONTAINERS):
             if len(value) > self._largest:

@@ -15,7 +15,7 @@ from ..solution import Result
 from ..tolerance import Tolerance
 from .begun import Ready, fuse
 from .fused_solution import LATE, FusedSolution, dropped_from, plan_of, spoil_failed
-from .trusted import doubt_of, is_due, is_longer
+from .trusted import doubt_of, is_due, may_drift
 
 if TYPE_CHECKING:
     from ..fuse.found import Found
@@ -51,7 +51,7 @@ def by_passes(call: Any, ready: Ready, guess: Tensor | None, loop: bool, every: 
     back, fuse_run = fuse().back, fuse().run
     fused, run, kind, (_, differentiated, tolerance, wanted, _) = ready.fused, ready.run, ready.kind, ready.settled
     in_parallel = kind.chunk < run.length
-    checked = is_due(fused.solves[differentiated] + 1) or (in_parallel and is_longer(fused, run.length))
+    checked = is_due(fused.solves[differentiated] + 1) or (in_parallel and may_drift(fused, run.length))
     if differentiated or checked or wanted.local or run.shape.tiled:
         every = 1  # that needs all states, or writes them
     if not loop:

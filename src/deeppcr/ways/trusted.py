@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ..fuse.found import Found
     from ..fuse.step import FusedStep
 
+#: The first of a solve's steps tell whether the step hides a derivative that does no harm yet.
+_LOOKED_AT = 256
+#: In half precision a change that stands out of rounding is so large that kinks may look like that.
+_FINE = (torch.float32, torch.float64)
 OTHER_RESULT = "the kernels give another result than the step itself"
 
 
@@ -29,7 +33,7 @@ def doubt_of(
     call: Any, fused: FusedStep, initial: Tensor, found: Found, tolerance: Tolerance, differentiated: bool
 ) -> str | None:
     """Why the step itself does not bear out the states of a solve that is due; None where it does: all of the first one, some of the
-    second, fourth, eighth ...
+    second, fourth, eighth ... And all of every one by a step that hides a derivative: whether that matters is up to the numbers of the call.
 
     Solves with gradients are counted by themselves: what a step does to gradients alone (hooks) shows in the first of them, which raises.
     And what adds up unseen does so in long solves: all states of one that is much longer than any before it are looked at, too.
@@ -37,10 +41,10 @@ def doubt_of(
     Args:
         call: a ``fused.Call``
     """
-    if fused.solves[differentiated] and not (found.passes and is_longer(fused, found.length)):
+    if fused.solves[differentiated] and not (found.passes and may_drift(fused, found.length)):
         borne_out = fused.is_borne_out(call.step, initial, call.xs, found.states, tolerance, found.chunk)
         return None if borne_out else OTHER_RESULT
-    doubt = _doubt_of_all(call, initial, found, tolerance)
+    doubt = _doubt_of_all(call, fused, initial, found, tolerance)
     if doubt is None and differentiated and not fused.solves[differentiated]:
         same = fused.has_gradients_of(call.step, call.z0, entry_of(call.xs, 0), call.reached)
         doubt = None if same else OTHER_RESULT
@@ -49,31 +53,38 @@ def doubt_of(
     return doubt
 
 
-def is_longer(fused: FusedStep, length: int) -> bool:
-    """Whether a solve is that much longer than those that were looked at in all of their states that it is to be, too."""
-    return length > 2 * fused.longest
+def may_drift(fused: FusedStep, length: int) -> bool:
+    """Whether a solve in parallel is to be looked at in all of its states: it is much longer than those that were, or its step hides a derivative."""
+    return fused.hides or length > 2 * fused.longest
 
 
-def _doubt_of_all(call: Any, initial: Tensor, found: Found, tolerance: Tolerance) -> str | None:
+def _doubt_of_all(call: Any, fused: FusedStep, initial: Tensor, found: Found, tolerance: Tolerance) -> str | None:
     """Whether the step itself gives all states, and may be differentiated in one backward pass through all of its steps; where chunks
     were joined by its derivatives, whether these are its own."""
     # With gradients as the caller has them: hooks on gradients, which kernels never call, are refused here.
     sequence = Sequence(call.step, call.z0, call.xs, length=call.length, batch_dims=call.batch_dims)
     with torch.no_grad():
-        doubt = _doubt_of_states(sequence, initial, found, tolerance)
+        doubt = _doubt_of_states(sequence, fused, initial, found, tolerance)
     sequence.stop_watching()
     return doubt
 
 
-def _doubt_of_states(sequence: Sequence, initial: Tensor, found: Found, tolerance: Tolerance) -> str | None:
+def _doubt_of_states(
+    sequence: Sequence, fused: FusedStep, initial: Tensor, found: Found, tolerance: Tolerance
+) -> str | None:
     states = found.states
     values = sequence.values(torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states)))
     if not bears_out(values, states, initial, tolerance).all():
         return OTHER_RESULT
     if not found.passes:
         return None
-    drifts = (measure(values, states, initial, tolerance).drift > 1) & torch.isfinite(states).all(-1).all(0)
-    if not drifts.any():
-        return None
-    true = steps_have_derivative(sequence, USUAL.jacobian, initial, states, values, tolerance.rtol)
-    return FALSE_DERIVATIVE if (drifts & ~true).any() else None
+    finite = torch.isfinite(states).all(-1).all(0)
+
+    def are_hidden(rows: Tensor, count: int) -> bool:
+        given = initial, states[:count], values[:count], tolerance.rtol
+        return bool((rows & ~steps_have_derivative(sequence, USUAL.jacobian, *given)).any())
+
+    if states.dtype in _FINE:
+        fused.hides = fused.hides or are_hidden(finite, _LOOKED_AT)
+    drifts = (measure(values, states, initial, tolerance).drift > 1) & finite
+    return FALSE_DERIVATIVE if drifts.any() and are_hidden(drifts, len(states)) else None
