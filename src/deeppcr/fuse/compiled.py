@@ -32,8 +32,9 @@ _MOST_MODULES = 256
 #: Lines of the source of a narrow step, forwards and backwards, from which on it is tried on tiles: the compiler would take minutes. (A GRU of
 #: 4 numbers has 868 and 2,652, for which it takes five times as long as for one of 8 on tiles.)
 _LONG_FORWARD, _LONG_BACKWARD = 1_500, 2_400
-#: And those from which on there are none: what the compiler takes grows with their square, and is more than a minute here.
-_ENDLESS_FORWARD, _ENDLESS_BACKWARD = 4_000, 12_000
+#: And those from which on there are none: what the compiler takes grows with their square, and is more than a minute here. In float64, whose
+#: functions are long themselves, it is two for a GRU of 8 numbers with 3,506 and 10,662.
+_ENDLESS = {torch.float32: (4_000, 12_000), torch.float64: (2_000, 6_000)}
 
 
 class Kernels:
@@ -82,13 +83,12 @@ class Kernels:
         """Why they would take too long to compile; None where they do not. Those of gradients alone are left out."""
         if self.program.parts.tiled:
             return None
-        if not self.no_gradients and (lines := self.backward_source.count("\n")) > _ENDLESS_BACKWARD:
-            self.no_gradients = (
-                f"a backward pass of {lines:,} lines in one lane is not covered (up to {_ENDLESS_BACKWARD:,})"
-            )
+        forward, backward = _ENDLESS[self.program.dtype]
+        if not self.no_gradients and (lines := self.backward_source.count("\n")) > backward:
+            self.no_gradients = f"a backward pass of {lines:,} lines in one lane is not covered (up to {backward:,})"
         lines = self.forward_source.count("\n")
-        too_long = f"a step of {lines:,} lines in one lane is not covered (up to {_ENDLESS_FORWARD:,})"
-        return too_long if lines > _ENDLESS_FORWARD else None
+        too_long = f"a step of {lines:,} lines in one lane is not covered (up to {forward:,})"
+        return too_long if lines > forward else None
 
     @cached_property
     def roll(self) -> Any:
