@@ -228,11 +228,18 @@ def test_the_fastest_time_is_bold_whoever_it_is(bench):
     times = importlib.import_module("loop_report")._times
 
     def cells(**milliseconds):
-        names = {"ours": "solve", "kernel": 'Loop(by="kernel")', "cudnn": "cuDNN", "graph": "bare loop in a CUDA graph"}
+        names = {
+            "ours": "solve",
+            "captured": "solve, captured",
+            "kernel": 'Loop(by="kernel")',
+            "cudnn": "cuDNN",
+            "graph": "bare loop in a CUDA graph",
+        }
         # the median, not the least or the mean
-        return times([{"method": names[name], "seconds": [0.0, 1e-3 * ms, 9.0]} for name, ms in milliseconds.items()])
+        return times({names[name]: {"seconds": [0.0, 1e-3 * ms, 9.0]} for name, ms in milliseconds.items()})
 
     assert cells(ours=1.0, kernel=2.0, cudnn=4.0, graph=3.0) == ["**1.000**", "2.000", "3.000, CUDA graph"]
+    assert cells(ours=1.0, captured=0.5, kernel=2.0) == ["**1.000** (0.5000)", "2.000", ""]
     assert cells(ours=5.0, kernel=6.0, cudnn=4.0) == ["5.000", "6.000", "**4.000**, cuDNN"]
     assert cells(kernel=6.0) == ["", "**6.000**", ""]
     assert cells() == ["", "", ""]

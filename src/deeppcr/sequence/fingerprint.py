@@ -21,6 +21,8 @@ from .changing import CTYPES, PLAIN, state_of
 from .reach import CONTAINERS, Walk
 from .stack import HOOKS
 
+#: The hooks of all modules, which are added to and never replaced.
+_OF_ALL_MODULES = [getattr(all_modules, f"_global{hooks}") for hooks in HOOKS]
 #: Containers of more entries tell nothing of a kind of function: it may note something there in every call.
 _FEW = 16
 #: arrays of so many bytes are looked at
@@ -90,8 +92,7 @@ def structure_of(function: Callable[..., Any]) -> tuple[Hashable, list[Tensor]]:
 def _marks(function: Callable, place: Callable[[Tensor], Hashable]) -> list[Hashable]:
     """Of everything that a function reaches; of tensors, what ``place`` gives."""
     walk = Walk(function)
-    of_all = (getattr(all_modules, f"_global{hooks}") for hooks in HOOKS)
-    found = [_mark(each, walk, place) for every in of_all for each in every.values()]
+    found = [_mark(each, walk, place) for every in _OF_ALL_MODULES if every for each in every.values()]
     for value, held in walk:
         marks: list[Hashable] = [_what(value, held)]
         for name, each in held:
