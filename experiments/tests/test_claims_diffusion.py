@@ -111,7 +111,7 @@ def test_distances_are_bounded_by_the_errors_as_printed():
         entry["printed"]["error"] = 0.11 / entry["w"] ** 0.5
     assert diffusion.distance(near).holds == YES
     assert diffusion.distance(far).holds == NO
-    assert "at most 0.11, noise ±0.1 (w = 16, L = 256)" in diffusion.distance(far).printed
+    assert "= 0.11, noise ±0.1 (w = 16, L = 256)" in diffusion.distance(far).printed
     apart = diffusion.distance(sampled(apart=0.3))
     assert ("at most 0.3 of 2" in apart.defaults, apart.holds) == (True, YES), "the defaults decide nothing"
 

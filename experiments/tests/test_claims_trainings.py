@@ -145,7 +145,10 @@ def test_one_iteration_says_nothing_of_newtons_method():
             curves["iterations"] = [1.0 if record["L"] == 64 else 4.0] * 20
             curves["not_converged"] = [0.0 if record["L"] == 64 else 0.03] * 20
     found = by_what(trainings.newton(result), "iterations in training").defaults
-    assert found == "L = 64: 1 (two chunks); 128: at most 4.0; the loop finished 3.0% of the steps"
+    assert (
+        found
+        == "L = 64: 1 (two chunks); 128: at most 4.0; in 3.0% of the training steps Newton stopped early, and the loop finished"
+    )
 
 
 def test_losses_that_differ_by_a_tenth_are_not_equivalent():

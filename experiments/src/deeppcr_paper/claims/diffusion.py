@@ -149,7 +149,7 @@ def distance(entries: Sequence[Entry]) -> Check:
     if not timed:
         return Check(**words, printed="not timed", holds=OPEN)
     worst = max(timed, key=lambda entry: _bound(entry) / _noise(entry))
-    ours = f"at most {plain(_bound(worst))}, noise ±{plain(_noise(worst))} ({_where(worst)})"
+    ours = f"bounded by error × √w = {plain(_bound(worst))}, noise ±{plain(_noise(worst))} ({_where(worst)})"
     return held("same distance", _bound(worst) / _noise(worst), printed=ours, **words)
 
 

@@ -44,12 +44,12 @@ class Rule:
 RULES: dict[str, Rule] = {
     "speed-up": Rule("at least 0.9 of the paper's", lambda ours, paper: ours >= 0.9 * paper, NOISE),
     "break-even": Rule(
-        "the depth from which half of the widths stay ahead is at most √2 times the paper's",
+        "the depth from which the median width stays ahead (one that never gets ahead counts as infinite) is at most √2 times the paper's",
         lambda ours, paper: ours <= math.sqrt(2) * paper,
         NOISE,
     ),
-    "linear": Rule("from L = 64 on, the time grows 0.5 to 2 times as L does", lambda ours: 0.5 <= ours <= 2, NOISE),
-    "logarithmic": Rule("from L = 64 on, the time grows less than √L", lambda ours: ours <= 1, NOISE),
+    "linear": Rule("at the narrowest width, from L = 64 on, the time grows 0.5 to 2 times as L does", lambda ours: 0.5 <= ours <= 2, NOISE),
+    "logarithmic": Rule("at the narrowest width, from L = 64 on, the time grows less than √L", lambda ours: ours <= 1, NOISE),
     "isoline": Rule(
         "w²L where the time has doubled varies at most 16 times over the depths",
         lambda ours: ours <= 16,
@@ -59,7 +59,7 @@ RULES: dict[str, Rule] = {
         lambda ours: ours <= 1.5,
         NOISE,
     ),
-    "gains more": Rule("a greater speed-up at every size (noise counts twice)", lambda ours: ours > 1, NOISE**2),
+    "gains more": Rule("a greater speed-up at every size, also if multiplied by 0.56 or 1.78 (two ratios, so noise twice)", lambda ours: ours > 1, NOISE**2),
     "newer gains": Rule("beyond the logarithmic regime, the smaller median ratio", lambda ours: ours < 1),
     "negligible": Rule("at most 0.1 of the whole", lambda ours: ours <= 0.1),
     "memory": Rule("median ratio 0.5 to 0.7", lambda ours: 0.5 <= ours <= 0.7),

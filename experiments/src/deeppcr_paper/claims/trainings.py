@@ -233,7 +233,11 @@ def newton(result: Finished) -> list[Check]:
 def _by_loop(result: Finished, depth: int) -> str:
     """How often the loop had to finish what the rounds of a CUDA graph had left."""
     shares = [share for curve in curves(result, depth, "not_converged") for share in curve]
-    return f"; the loop finished {fmean(shares):.1%} of the steps" if shares and max(shares) > 0 else ""
+    return (
+        f"; in {fmean(shares):.1%} of the training steps Newton stopped early, and the loop finished"
+        if shares and max(shares) > 0
+        else ""
+    )
 
 
 def ends(result: Finished, depth: int, guess: str) -> dict[int, Entry]:

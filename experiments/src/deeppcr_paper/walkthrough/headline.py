@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -149,8 +150,9 @@ def _layer(record: Mapping[str, Any]) -> list[str]:
     }
     if not {"torch.nn", "auto"} <= taken.keys():
         return []
-    size = _size(LAYER["T"], LAYER["B"], LAYER["H"])
-    return [_row(f"`nn.GRU` with gradients, {size}", {"other": taken["torch.nn"], "parallel": taken["auto"]}, "cuDNN")]
+    size, captured = _size(LAYER["T"], LAYER["B"], LAYER["H"]), taken.get("torch.nn, captured", math.inf)
+    other, name = min((taken["torch.nn"], "cuDNN"), (captured, "cuDNN in a CUDA graph"))
+    return [_row(f"`nn.GRU` with gradients, {size}", {"other": other, "parallel": taken["auto"]}, name)]
 
 
 def _real(record: Mapping[str, Any]) -> list[str]:
