@@ -63,7 +63,7 @@ def _taken(lines: Sequence[Line]) -> str:
 def _rows(lines: Sequence[Line]) -> str:
     found = [
         "| sampler | loop | `sample` | gain | rows a step | error |",
-        "|---|---|---|---|---|---|",
+        "|---|---|---|---|---|:---|",
     ]
     for line in lines:
         gain, own = f"{line['gain']:.2f}x", _error(line["itself"])

@@ -14,6 +14,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 
 from deeppcr_paper.figures import panels, style
 from deeppcr_paper.figures.drawing import Drawing
@@ -21,13 +22,15 @@ from recurrent_methods import AUTO, BOTH, TORCH, Size
 
 NAME = "recurrent-map"
 #: Inches. As wide as the other figures, for a phone: the scale stands below the panels, and T are powers of two.
-WIDTH, ROW, AROUND = panels.WIDTH, 0.3, 2.1
+WIDTH, ROW, AROUND = panels.WIDTH, 0.3, 2.25
 #: How many times as fast, between which there are colours: faster ones have the last.
 SLOWEST, FASTEST = 0.5, 16.0
 #: From slower over equal to faster.
 _COLOURS = ("#a63d00", "#eda27a", "#ececec", "#7fb5da", "#00538a", "#002b4d")
 #: Where on the scale they stand.
 _PLACES = (0.0, 0.25, 0.5, 0.68, 0.88, 1.0)
+#: Of places that were not measured: layers as fast as PyTorch's are nearly as pale as the paper.
+_EMPTY = {"facecolor": "none", "edgecolor": "#a0a0a0", "hatch": "////", "linewidth": 0}
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def draw(found: Sequence[Place], about: str) -> Drawing:
     caption = (
         f"How many times as fast as torch.nn a layer of deeppcr.nn is with mode auto, on {about}; {taken} of {len(found)} layers "
         f"are run in parallel, the others by PyTorch's own kernel. From {min(place.speed for place in found):.2f} to "
-        f"{max(place.speed for place in found):.1f} times as fast. Empty places were not measured."
+        f"{max(place.speed for place in found):.1f} times as fast. Hatched places were not measured."
     )
     return Drawing(NAME, "Recurrent layers, size by size", "not in it", caption, figure)
 
@@ -116,6 +119,8 @@ def _panel(
         norm=norm,
         linewidth=0,
     )
+    for y, x in numpy.argwhere(numpy.isnan(shades)):
+        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **_EMPTY))
     for y in range(1, len(up)):
         if up[y][0] != up[y - 1][0]:
             axes.axhline(y - 0.5, color=style.INK, linewidth=0.7)
@@ -135,14 +140,14 @@ def _look(ink: str, parallel: bool, direction: str) -> dict[str, Any]:
     return {"marker": shape, "markersize": 4, "color": ink, "markerfacecolor": filled, "markeredgewidth": 0.8, "ls": ""}
 
 
-def _legend() -> list[Line2D]:
+def _legend() -> list[Line2D | Patch]:
     names = {True: "in parallel", False: "by torch.nn"}
     ways = {"forward": "forward", BOTH: "forward and backward"}
-    return [
-        Line2D([], [], **_look(style.INK, parallel, way), label=f"{names[parallel]}, {ways[way]}")
+    columns = [
+        [Line2D([], [], **_look(style.INK, parallel, way), label=f"{names[parallel]}, {ways[way]}") for way in ways]
         for parallel in names
-        for way in ways
     ]
+    return [*columns[0], Patch(**_EMPTY, label="not measured"), *columns[1]]
 
 
 def _speed(value: float) -> str:

@@ -95,6 +95,14 @@ def test_the_map_has_a_panel_for_each_kind_and_a_mark_for_each_layer(report, rec
     texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
     for expected in ("GRU", "LSTM", "RNN", "8, 8", "32, 1", "512, 1", "2¹³", "4.0", "6.0", "0.93", "1.0"):
         assert expected in texts
+    # Every place of the grid but the five layers is hatched, as the legend says.
+    assert "not measured" in texts
+    hatched = [
+        each
+        for each in root.iter("{http://www.w3.org/2000/svg}path")
+        if "fill:url(#" in each.get("style", "").replace(" ", "")
+    ]
+    assert len(hatched) == 3 * len({64, 8192}) * len({(8, 8), (32, 1), (512, 1)}) - 5 + 1  # and one in the legend
     assert "2 of 5 layers are run in parallel" in root.attrib["aria-label"]
     assert float(root.attrib["viewBox"].split()[2]) < 420  # points: on a phone its letters are large enough to read
     assert "background:#ffffff" in root.attrib["style"]  # it brings its own paper, for dark pages too

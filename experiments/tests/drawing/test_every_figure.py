@@ -205,6 +205,17 @@ def test_ticks_are_told_apart(values, scale):
     assert 2 <= len(set(texts)) == len(ticks) <= 8, texts
 
 
+def test_values_at_the_top_stay_clear_of_the_bar():
+    """Also where all of them are nearly as large, so that a part of how far they are apart is nothing."""
+    with figures.style.context():
+        _, (axes,) = figures.panels.panels(1)
+        axes.plot([9.9, 10.0])
+        figures.panels.same_y([axes], zero=True)
+        low, high = axes.get_ylim()
+    assert low == 0
+    assert high >= 10.7
+
+
 def test_full_size_stays_small():
     """A page holds dozens of them: those of the documentation, from full runs."""
     committed = list((Path(__file__).resolve().parents[3] / "docs" / "paper").glob("*.svg"))

@@ -354,6 +354,17 @@ def test_the_map_has_every_time(tmp_path):
                     assert "seconds" not in cell[name]
 
 
+def test_results_of_one_machine_have_headings_of_their_own(tmp_path):
+    """Trainings by both methods stand side by side: what differs is in the heading."""
+    one, other = made_up.resnet_training_result(), made_up.resnet_training_result()
+    one["settings"]["solver"], other["settings"]["solver"] = "paper", "default"
+    both = [Finished(tmp_path / "one.json", one), Finished(tmp_path / "other.json", other)]
+    headings = re.findall(r'<h3 class="machine">([^<]+)', page.make_page(both))
+    assert headings == [f"{both[0].hardware}: {way}" for way in ("DeepPCR as printed", "DeepPCR, defaults")]
+    elsewhere = finished(timing_content(quick=True, hardware="Another"), tmp_path)
+    assert page.heading(elsewhere, [elsewhere, both[0]]) == "Another"
+
+
 def test_names_inside_figures_are_unique(tmp_path):
     one = finished(timing_content(quick=True), tmp_path)
     other = Finished(tmp_path / "other.json", timing_content(quick=True, hardware="Another"))

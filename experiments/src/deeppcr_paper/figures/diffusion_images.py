@@ -44,5 +44,5 @@ def _row(axes: Axes, pixels: Tensor, title: str) -> None:
         place[..., :3] = tile if channels == 3 else tile.repeat(3, -1)
         place[..., 3] = 255
     axes.imshow(strip, interpolation="none", aspect="equal")
-    axes.set_title(title, fontsize=9, pad=2)
+    axes.set_title(title, fontsize=9, pad=4)
     axes.set_axis_off()

@@ -78,7 +78,10 @@ def _marks(axes: Axes, activation: str, records: list[Record]) -> None:
             known = [(abs(r["gain"] - gain), value) for r in records if (value := mean_exponent(r)) is not None]
             high = bool(known) and min(known)[1] < middle
             where = {"rotation": 90, "ha": "right", "va": "top" if high else "bottom", "fontsize": 8.5}
-            axes.text(gain, 0.96 if high else 0.04, f"{name} ", transform=axes.get_xaxis_transform(), **where)
+            low, top = axes.get_ylim()
+            # Below the dotted line at zero, which else goes through the letters.
+            height = min(0.96, (0 - low) / (top - low) - 0.02) if high else 0.04
+            axes.text(gain, height, f"{name} ", transform=axes.get_xaxis_transform(), **where)
 
 
 def caption(records: list[Record]) -> str:

@@ -115,7 +115,8 @@ def same_y(places: Sequence[Axes], *, log: bool = False, zero: bool = False) -> 
         first.set_yscale("log")
     first.autoscale(axis="y")
     if zero:
-        first.set_ylim(bottom=0)
+        # Room above in parts of all that is shown, not of how far the values are apart: those at the top stay clear of the bar.
+        first.set_ylim(0, max(max(axes.dataLim.ymax for axes in places) * 1.08, first.get_ylim()[1]))
     low, high = first.get_ylim()
     if log:
         ratio = high / low

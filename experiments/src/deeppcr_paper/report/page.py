@@ -60,6 +60,13 @@ def full_title(what: str, quick: bool) -> str:
     return what if quick else re.sub(r" \(quick: [^)]*\)", "", what)
 
 
+def heading(result: Finished, beside: Sequence[Finished]) -> str:
+    """The machine; and by which method networks were trained, where another result beside it is of the same machine."""
+    if sum(each.hardware == result.hardware for each in beside) < 2:
+        return result.hardware
+    return f"{result.hardware}: {LABELS['printed' if result.variant == 'paper' else 'auto']}"
+
+
 def drawn(result: Finished) -> Sequence[Figure]:
     with result.blamed():
         return draw(result.content)
@@ -96,6 +103,7 @@ def make_page(results: Sequence[Finished], figures_of: Callable[[Finished], Sequ
         opening=opening(table),
         rules=RULES,
         own_names=own_names,
+        heading=heading,
         verdict_of=verdict_of,
         version=deeppcr.__version__,
     )
