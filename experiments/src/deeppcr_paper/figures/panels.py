@@ -116,7 +116,10 @@ def same_y(places: Sequence[Axes], *, log: bool = False, zero: bool = False) -> 
     first.autoscale(axis="y")
     if zero:
         # Room above in parts of all that is shown, not of how far the values are apart: those at the top stay clear of the bar.
-        first.set_ylim(0, max(max(axes.dataLim.ymax for axes in places) * 1.08, first.get_ylim()[1]))
+        tops = [
+            1.08 * axes.dataLim.ymax for axes in places if math.isfinite(axes.dataLim.ymax)
+        ]  # of panels that are not empty
+        first.set_ylim(0, max([first.get_ylim()[1], *tops]))
     low, high = first.get_ylim()
     if log:
         ratio = high / low
