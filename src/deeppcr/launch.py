@@ -6,10 +6,8 @@ how a small system is cut up takes longer than to solve it. ``compile_ahead`` co
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from operator import add, itemgetter
 from typing import Any, NamedTuple
@@ -17,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton import AsyncCompileMode, JITFunction, knobs
-from triton.runtime import _async_compile
+from triton import JITFunction, knobs
+
+from .compiling import Asked, compile_side_by_side
 
 _MOST = 4096
 #: By all that a kernel is compiled for: see ``launch``.
@@ -61,10 +60,10 @@ def launch(
     compiled = _compiled.get(key)
     if _calls.ahead is not None:
         if compiled is None and isinstance(kernel, JITFunction):  # by the interpreter nothing is compiled
-            _calls.ahead[key] = kernel, programs, (*arguments, *constants), warps, registers
+            _calls.ahead[key] = Asked(kernel, programs, (*arguments, *constants), warps, registers)
         return
     if compiled is None:
-        compiled = kernel[(programs,)](*arguments, *constants, **_options(warps, registers))
+        compiled = Asked(kernel, programs, (*arguments, *constants), warps, registers).launch()
         if compiled is not None:  # by the interpreter nothing is
             _remember(_compiled, key, compiled)
     else:
@@ -74,10 +73,6 @@ def launch(
         _launch_all([(compiled, _all_of, compiled.run, _all_of, None)], (current_stream(device), *table), is_watched())
     if _calls.noting is not None:
         _calls.noting.append((compiled, programs, (*arguments, *constants)))
-
-
-def _options(warps: int, registers: int | None) -> dict[str, int]:
-    return {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
 
 
 def compile_ahead(*makes: Callable[[], Any]) -> None:
@@ -96,14 +91,7 @@ def compile_ahead(*makes: Callable[[], Any]) -> None:
         found = _calls.ahead
     finally:
         _calls.ahead = outer
-    if len(found) < 2 or _async_compile.active_mode.get() is not None:
-        return  # or the caller has kernels compiled side by side already: Triton takes one such mode at a time
-    with (
-        ThreadPoolExecutor(min(len(found), os.cpu_count() or 1)) as threads,
-        AsyncCompileMode(threads, ignore_errors=True),
-    ):
-        for kernel, programs, arguments, warps, registers in found.values():
-            kernel.warmup(*arguments, grid=(programs,), **_options(warps, registers))
+    compile_side_by_side(found.values())
 
 
 def compiles_ahead() -> bool:
@@ -191,7 +179,7 @@ class _Calls(threading.local):
     """The launches of the call that this thread notes; and the kernels that it is going to compile, by what they are compiled for."""
 
     noting: list[tuple[Any, int, tuple]] | None = None
-    ahead: dict[Hashable, tuple[Any, ...]] | None = None
+    ahead: dict[Hashable, Asked] | None = None
 
 
 _calls = _Calls()

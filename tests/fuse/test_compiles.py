@@ -9,11 +9,13 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from deeppcr import launch
+from deeppcr import compiling, launch
+from deeppcr.compiling import for_kernel
 from deeppcr.fuse import transients
 from deeppcr.fuse.compiled import Kernels
 from deeppcr.fuse.joints import parts_of
@@ -27,6 +29,7 @@ from fuse.tile_steps import Draw, gru
 from kernel_support import thorough
 
 triton = pytest.importorskip("triton")
+knobs = triton.knobs
 
 
 def elementwise():
@@ -72,13 +75,14 @@ ON_TILES = {"dense12": dense(12), "dense16": dense(16), "dense40": dense(40), "f
 POINTERS = {"unsettled": "*i32", "taken": "*i32", "found": "*fp32", "residual": "*fp32"}
 
 
-def compile_for_hopper(kernel, signature: dict[str, str], constants: dict[str, int]) -> None:
+def compile_for_hopper(kernel, signature: dict[str, str], constants: dict[str, int]) -> str:
+    """The instructions."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     values = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
 
 
 def compile_operations(names: str) -> None:
@@ -138,11 +142,20 @@ def compile_step(name: str) -> None:
         *((kernels.roll, {"PRODUCT": product, "WHOLE": whole, "ALL": every, **block}) for product, whole, every in (
             (True, False, True), (False, True, True), (False, False, True), (True, False, False), (False, True, False))),
         *((kernels.sweep, {"MAP": as_map, "WHOLE": whole, **block}) for as_map, whole in ((True, False), (False, False), (False, True))),
-        *((kernels.joints.join, {"PART": part, "GROUPS": 8, "LANES": 4}) for part in parts_of(program.width)),
+        *((kernels.join, {"PART": part, "GROUPS": 8, "LANES": 4}) for part in parts_of(program.width)),
     ]  # fmt: skip
-    for kernel, constants in asked:
+    for number, (kernel, constants) in enumerate(asked):
         signature = {each: "constexpr" if each in constants else kind_of(each) for each in kernel.arg_names}
-        compile_for_hopper(kernel, signature, constants)
+        assert kernel.one_lane_a_thread
+        if name == "elementwise" and number % 4:
+            compile_for_hopper(kernel, signature, constants)
+            continue  # one of each kind both ways
+        with mock.patch.object(knobs.compilation, "always_compile", True):  # both are kept under one name
+            in_full = compile_for_hopper(kernel, signature, constants)
+            with for_kernel(kernel):
+                assert compile_for_hopper(kernel, signature, constants) == in_full, (
+                    "what was left out made a difference"
+                )
 
 
 def compile_tiles(name: str) -> None:
@@ -255,6 +268,21 @@ def test_nothing_is_compiled_ahead_where_the_caller_does_so(monkeypatch):
     with ThreadPoolExecutor(1) as threads, triton.AsyncCompileMode(threads):
         launch.compile_ahead(*(partial(launch.launch, each, 2, (given,), (), warps=1) for each in (first, second)))
     assert not first.compiled + second.compiled + first.launched + second.launched
+
+
+class Asks(Kernel):
+    """Has a thread ask whether a pass is to be added to it."""
+
+    def warmup(self, *arguments, grid, **options):
+        ask = partial(compiling._unless_left_out, self.compiled.append)
+        triton.runtime._async_compile.active_mode.get().executor.submit(ask, "coalesce")
+
+
+def test_passes_are_left_out_of_kernels_of_one_lane_alone():
+    alone, other = compiling.with_one_lane(Asks()), Asks()
+    compiling.compile_side_by_side([compiling.Asked(each, 1, (), 1, None) for each in (alone, other, alone)])
+    compiling._unless_left_out(other.compiled.append, "afterwards")
+    assert (alone.compiled, other.compiled) == ([], ["coalesce", "afterwards"])
 
 
 def test_what_fails_while_launches_are_looked_at_leaves_nothing_behind():

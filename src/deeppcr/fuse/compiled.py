@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiling import with_one_lane
 from ..runtime import is_capturing
 from ..sequence.layout import Layout
 from . import templates, tile_templates
@@ -92,16 +93,18 @@ class Kernels:
 
     @cached_property
     def roll(self) -> Any:
-        return module_of(self.forward_source).roll
+        return self._marked(module_of(self.forward_source).roll)
 
     @cached_property
     def sweep(self) -> Any:
-        return module_of(self.backward_source).sweep
+        return self._marked(module_of(self.backward_source).sweep)
 
     @cached_property
-    def joints(self) -> ModuleType:
-        """``join`` and ``chain``."""
-        return module_of(joints_source(self.program.width, self.program.dtype))
+    def join(self) -> Any:
+        return with_one_lane(module_of(joints_source(self.program.width, self.program.dtype)).join)
+
+    def _marked(self, kernel: Any) -> Any:
+        return kernel if self.program.parts.tiled else with_one_lane(kernel)
 
     def numbers(self, device: torch.device) -> Tensor:
         """The numbers that the step holds, as the kernels read them. Ask after the source was made: derivatives bring more."""

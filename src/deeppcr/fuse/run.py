@@ -314,7 +314,7 @@ def join_lanes(
     )  # fmt: skip
     for part in parts_of(width):
         launch(
-            run.kernels.joints.join, -(-rows // lanes), arguments, (part, groups, lanes),
+            run.kernels.join, -(-rows // lanes), arguments, (part, groups, lanes),
             warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),
         )  # fmt: skip
 

@@ -1,0 +1,170 @@
+"""How long the kernels of the loops of ``loops.py`` take to compile, on any machine: python benchmarks/compile_time.py [--json FILE] [NAME ...]
+
+The kernels that a solve launches with its default settings, and the loop in one kernel, compiled for an H200 one after the other. Seconds of the
+processor, so that it may be busy with something else: in all, of which the longest; a solve has them compiled side by side. Kernels of one lane
+a thread are compiled a second time with the passes of Triton's that the library leaves out, and the instructions compared.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deeppcr import launch, runtime
+from deeppcr.compiling import Asked, for_kernel
+from deeppcr.fuse import back
+from deeppcr.newton import USUAL
+from deeppcr.ways.begun import Ready
+from deeppcr.ways.fused import Call
+from loop_problems import BOTH, FORWARD, TABLE, Loop, Prepared
+from records import Results, parser_of, set_up
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
+#: Seconds that all kernels of a kind of solve may take, gradients included, and steps that are enough to see which these are.
+MOST, STEPS = 10.0, 4_096
+
+
+@dataclass
+class Case:
+    """The kernels of a loop.
+
+    Attributes:
+        seconds: of each kernel
+        in_full: of each with nothing left out; empty for kernels on tiles, of which nothing is
+        same: whether the same instructions come out
+    """
+
+    loop: str
+    direction: str
+    kernels: list[str]
+    seconds: list[float]
+    in_full: list[float]
+    same: bool
+
+    @property
+    def failed(self) -> bool:
+        return not self.same
+
+
+def source_for(kernel: Any, arguments: Sequence[Any]) -> ASTSource:
+    """As Triton has it for these arguments: integers that are 1 become constants, multiples of 16 and what begins at one are known as such."""
+    signature, constants, attributes = {}, {}, {}
+    free = set(kernel.do_not_specialize or ())
+    for at, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=True)):
+        whole = isinstance(value, int) and name not in free
+        if kernel.params[at].is_constexpr or (whole and value == 1):
+            signature[name], constants[at,] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                attributes[at,] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if whole and value % 16 == 0:
+                attributes[at,] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Inside, steps on the CPU have kernels, which nobody can launch."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(runtime, "KERNEL_DEVICES", {"cpu"}))
+        stack.enter_context(patch.object(launch, "current_stream", lambda device: 0))
+        yield
+
+
+def asked_by(*makes: Callable[[], Any]) -> list[Asked]:
+    """What launches would have compiled."""
+    found = []
+    with patch.object(launch, "compile_side_by_side", found.extend):
+        launch.compile_ahead(*makes)
+    return found
+
+
+def kernels_of(loop: Loop) -> dict[str, list[Asked]]:
+    """By direction; those of gradients are those that come in addition."""
+    length, rows = min(loop.L, STEPS), min(loop.B, 64)
+    inputs = Prepared(Loop(loop.name, loop.make, length, rows, loop.D, loop.dtype), torch.device("cpu")).inputs
+    call = Call(inputs.step, inputs.z0, inputs.xs, None if inputs.xs is not None else length, None)
+    fused: Any = call.make()
+    assert not isinstance(fused, str), fused
+    ready = Ready(call, fused, fused.closures(call.reached), USUAL, None, loop=False)
+    run, kind, wanted = ready.run, ready.kind, ready.settled.wanted
+    found = {
+        FORWARD: asked_by(
+            lambda: run.in_parallel(kind, wanted, most=2), lambda: run.loop(run.initial.new_empty(length, *run.initial.shape))
+        )
+    }  # fmt: skip
+    if not loop.chaotic:
+        chunk = back.chunk_of(run, kind.chunk)
+        found[BOTH] = asked_by(lambda: back.pull_back(run, run.initial, run.initial, chunk))
+    return found
+
+
+def seconds() -> float:
+    """Of the processor, by this process and by the assembler, which is another."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def compiled(asked: Asked) -> tuple[str, float]:
+    """The instructions, and how long that took; nothing is kept on the disk."""
+    begun = seconds()
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+        source = source_for(asked.kernel, asked.arguments)
+        instructions = triton.compile(source, target=HOPPER, options=asked.options).asm["ptx"]
+    return instructions, seconds() - begun
+
+
+def case_of(loop: Loop, direction: str, every: list[Asked]) -> Case:
+    case = Case(loop.name, direction, [each.kernel.__name__ for each in every], [], [], True)
+    for asked in every:
+        with for_kernel(asked.kernel):
+            instructions, took = compiled(asked)
+        case.seconds.append(took)
+        if getattr(asked.kernel, "one_lane_a_thread", False):
+            in_full, took = compiled(asked)
+            case.in_full.append(took)
+            case.same &= in_full == instructions
+    return case
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "the first loop alone")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these loops: pendulum, gru-wide, ...")
+    options = parser.parse_args(arguments)
+    options.device = "cpu"
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # which differs where a source lies elsewhere
+    set_up(torch.device("cpu"))
+    results = Results("compile-time", options, target="sm_90")
+    loops = [loop for loop in TABLE if not options.names or loop.name in options.names]
+    print("seconds of the processor: in all, the longest kernel | with nothing left out | the same instructions")
+    with as_on_a_gpu():
+        for loop in loops[:1] if options.quick else loops:
+            cases = [case_of(loop, direction, every) for direction, every in kernels_of(loop).items()]
+            results.cases += cases
+            for case in cases:
+                of_all = f"{sum(case.seconds):7.1f} {max(case.seconds):6.1f} | {sum(case.in_full):7.1f} | "
+                print(f"{loop.name:18}{case.direction:22}{of_all}{case.same}", flush=True)
+            results.claim(f"{loop.name}: longest kernel, s", max(max(case.seconds) for case in cases), MOST)
+            results.save()
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
