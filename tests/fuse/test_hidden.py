@@ -108,6 +108,7 @@ KINKED = {
     "clamp": lambda z, x: (0.7 * z + x).clamp(-1, 1),
     "a ring": lambda z, x: torch.remainder(0.5 * z + x, 2.0),
     "maximum": lambda z, x: torch.maximum(0.5 * z, x),
+    "what is full": lambda z, x: (z + x.abs() * (x > 0.3)).clamp(-1, 1),  # and idle there, as batteries are
 }
 
 

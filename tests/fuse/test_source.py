@@ -108,3 +108,13 @@ def test_threads_read_a_module_once_and_to_its_end(tmp_path, monkeypatch):
         found = list(pool.map(compiled.module_of, [source] * 4))
     assert {id(module) for module in found} == {id(found[0])}
     assert all(hasattr(module, "LAST") for module in found)
+
+
+def test_a_module_whose_reading_was_interrupted_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
+    monkeypatch.setenv("DEEPPCR_TEST_INTERRUPTS", "1")
+    source = "import os\nif 'DEEPPCR_TEST_INTERRUPTS' in os.environ:\n    raise KeyboardInterrupt\nLAST = 1\n"
+    with pytest.raises(KeyboardInterrupt):
+        compiled.module_of(source)
+    monkeypatch.delenv("DEEPPCR_TEST_INTERRUPTS")
+    assert compiled.module_of(source).LAST == 1

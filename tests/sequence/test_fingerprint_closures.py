@@ -12,7 +12,7 @@ from types import MappingProxyType, ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from deeppcr.sequence.fingerprint import fingerprint
+from deeppcr.sequence.fingerprint import fingerprint, structure_of
 from sequence.holding import Processor, cases, closing_over
 
 
@@ -205,6 +205,8 @@ IN_PLACE = {
     "a list that is an attribute of a tensor": (with_gain(torch.zeros(2), [0.3]), lambda held: held.gain.append(0.6)),
     "a number of C's": (ctypes.c_double(1), lambda held: setattr(held, "value", 2)),
     "an array of C's": ((ctypes.c_int * 2)(1, 2), lambda held: held.__setitem__(1, 3)),
+    "the middle of many bytes": (bytearray(20_000), lambda held: held.__setitem__(10_000, 2)),
+    "the middle of many numbers": (array("d", [1.0] * 20_000), lambda held: held.__setitem__(10_000, 2)),
     "a view of memory": (memoryview(BYTES), lambda held: held.__setitem__(0, 2)),
     "a variable of a thread, of a class": (of_this_thread(OfThread), lambda held: setattr(held, "scale", 2)),
     "a variable of a context": (VARIABLE, lambda held: held.set(2)),
@@ -277,3 +279,13 @@ def test_a_fingerprint_tells_objects_apart_that_hold_nothing():
     assert fingerprint(denoiser) != before
     held = kept
     assert fingerprint(denoiser) == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(array("i", [-1]), array("I", [2**32 - 1])), (memoryview(b"\xff"), memoryview(b"\xff").cast("b"))],
+)
+def test_the_same_bytes_may_be_other_numbers(one, other):
+    assert bytes(one) == bytes(other)
+    first, same, changed = (structure_of(lambda z, held=held: held[0] * z)[0] for held in (one, one, other))
+    assert first == same != changed

@@ -4,13 +4,17 @@ import random
 import random as shared_random
 import threading
 from contextvars import ContextVar
+from random import random as draw
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
+from numpy import random as numbers
 
 import deeppcr
 from deeppcr import Newton, StepError
+from deeppcr.sequence.changing import state_of
 from deeppcr.ways import plan
 from problems import plain_loop
 from sequence.keeping import Z0
@@ -108,6 +112,16 @@ def by_a_shared_generator(seed, draw):
     return make
 
 
+def by_names_of_its_own():
+    """Nothing here is called random."""
+    return lambda z, x: 0.5 * z + x + (draw() < 0) + (numbers.exponential() < 0)  # noqa: NPY002
+
+
+class DrawsByNamesOfItsOwn(torch.nn.Module):
+    def forward(self, z, x):
+        return 0.5 * z + x + (numbers.exponential() < 0)  # noqa: NPY002
+
+
 class DrawsSeldom(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -186,7 +200,7 @@ COUNTING = [
 DRAWING = [
     by_a_generator(True), by_a_generator(False), by_a_shared_generator(random.seed, lambda: random.random()),
     by_a_shared_generator(random.seed, random.random), by_a_shared_generator(np.random.seed, lambda: np.random.rand()),  # noqa: NPY002
-    by_a_shared_generator(np.random.seed, np.random.rand), DrawsSeldom,
+    by_a_shared_generator(np.random.seed, np.random.rand), DrawsSeldom, by_names_of_its_own, DrawsByNamesOfItsOwn,
 ]  # fmt: skip
 OUTSIDE = [Velocity, lambda: Velocity().method, VelocityInPlace, in_a_closure, in_a_list]
 
@@ -231,6 +245,74 @@ def test_numbers_that_a_step_keeps_outside_of_modules_are_refused_by_name(make, 
     z0, xs = torch.zeros(2, 3), torch.linspace(0, 1, 300).reshape(50, 2, 3)
     with pytest.raises(StepError, match=message):
         deeppcr.solve(make(), z0, xs, solver=solver)
+
+
+class Scaled(torch.nn.Module):
+    """With names of distributions."""
+
+    gamma, beta = 0.5, 0.1
+
+    def sample(self, z, x):
+        return self.gamma * z + x
+
+    def forward(self, z, x):
+        return self.sample(z, x) + self.beta
+
+
+@pytest.mark.parametrize("make", [Scaled, lambda: Scaled().sample, lambda: lambda z, x, inner=Scaled(): inner(z, x)])
+def test_what_others_draw_meanwhile_is_not_taken_for_the_steps(make):
+    """Other threads, say; here the guess."""
+
+    def guess(*_):
+        random.random()
+        return torch.full((50, 2, 3), numbers.rand())  # noqa: NPY002
+
+    z0, xs = torch.zeros(2, 3), torch.linspace(0, 1, 300).reshape(50, 2, 3)
+    assert deeppcr.solve(make(), z0, xs, solver=Newton(), guess=guess).result is deeppcr.Result.CONVERGED
+
+
+def test_numbers_that_are_drawn_in_pairs_are_a_state():
+    generator = np.random.RandomState(0)
+    before = [state_of(generator), generator.randn()][0]
+    between = [state_of(generator), generator.randn()][0]
+    assert before != between != state_of(generator)
+    assert state_of(generator) == state_of(generator)
+
+
+WEIGHTS = {"a": torch.full((3,), 0.5), "b": torch.full((3,), 0.25)}
+
+
+@pytest.mark.parametrize("view", [WEIGHTS.values(), WEIGHTS.items(), WEIGHTS.keys(), MappingProxyType(WEIGHTS)])
+def test_what_stands_for_a_dictionary_is_the_same_at_every_look(view):
+    """Though what it holds is put into a list of its own each time."""
+
+    def step(z, x):
+        weights = (
+            dict(view)
+            if isinstance(view, (type(WEIGHTS.items()), MappingProxyType))
+            else dict(zip("ab", view, strict=True))
+        )
+        return (weights["a"] if isinstance(weights["a"], torch.Tensor) else 0.5) * z + x
+
+    found = deeppcr.solve(step, torch.zeros(2, 3), torch.ones(50, 2, 3), solver=Newton())
+    assert found.result is deeppcr.Result.CONVERGED
+
+
+def test_what_a_step_keeps_behind_the_values_of_a_dictionary_is_seen():
+    """Also where other lists are looked at twice, because something is noted there."""
+    held, notes = {"velocity": torch.zeros(2, 3)}, []
+
+    def make(values):
+        def step(z, x):
+            notes.append(1)
+            (velocity,) = values
+            velocity.mul_(0.9).add_(x)
+            return 0.5 * z + velocity
+
+        return step
+
+    with pytest.raises(StepError, match="from one call to the next"):
+        deeppcr.solve(make(held.values()), torch.zeros(2, 3), torch.ones(50, 2, 3), solver=Newton())
 
 
 def test_what_is_not_a_number_is_as_it_was():

@@ -192,5 +192,9 @@ def _imported(name: str, path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where Triton looks for the globals of a kernel
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # an interruption, say: the next call is not to find a part of it
+        del sys.modules[name]
+        raise
     return module

@@ -167,10 +167,21 @@ def error_by_products(
 
 
 def steps_have_derivative(
-    sequence: Sequence, jacobian: Jacobian, initial: Tensor, states: Tensor, values: Tensor, rtol: float
+    sequence: Sequence,
+    jacobian: Jacobian,
+    initial: Tensor,
+    states: Tensor,
+    values: Tensor,
+    rtol: float,
+    *,
+    either_side: bool = False,
 ) -> Tensor:
     """[B]: whether the first n steps, which lead from the initial state [B, D] and states [n, B, D] to ``values``, change as their
-    Jacobians say."""
+    Jacobians say.
+
+    Args:
+        either_side: each number may have its derivative on one side alone. Who stays at a bound (``clamp``) is at a kink at every step
+    """
     previous, steps = torch.cat([initial.unsqueeze(0), states[:-1]]), range(len(states))
     change = small_change(previous, rtol)
     changed = sequence.values(previous + change, steps)
@@ -178,6 +189,9 @@ def steps_have_derivative(
         foreseen = jacobian.evaluate(sequence, previous, steps)[1].apply(change)
     else:
         foreseen = sequence.push(previous, change.unsqueeze(1), steps)[1].squeeze(1)
+    if either_side:
+        mirrored, right = 2 * values - sequence.values(previous - change, steps), values + foreseen
+        changed = torch.where((mirrored - right).abs() < (changed - right).abs(), mirrored, changed)
     largest = values.abs().amax(0)
     foreseen_in_all = is_foreseen(values, changed, foreseen, rtol, largest, lambda sums: sums)
     return foreseen_in_all & _few_differ(previous, values, changed, foreseen, rtol)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 import sys
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterator
-from functools import cache
+from collections.abc import Iterator
 from hashlib import blake2b
 from operator import attrgetter
 from types import CodeType
@@ -64,8 +64,9 @@ def state_of(value: Any) -> list[Any] | None:
             ends = (value.flat[:_ENTRIES], value.flat[-_ENTRIES:])
             return [value.dtype, value.shape, *(each.tobytes() for each in ends)]
         if issubclass(kind, (numpy.random.Generator, numpy.random.RandomState)):
-            of_seeds = getattr(value, "bit_generator", None) or value._bit_generator
-            return [repr(of_seeds.state)]
+            # Of one of the older kind numbers that are drawn in pairs are a part, too. (As text the state takes as long as a small solve.)
+            legacy = issubclass(kind, numpy.random.RandomState)
+            return [pickle.dumps(value.get_state(legacy=False) if legacy else value.bit_generator.state)]
     return None
 
 
@@ -81,16 +82,11 @@ def digest_of(container: Any) -> bytes | None:
     return blake2b(array("d", entries) if kinds == {float} else repr(entries).encode()).digest()
 
 
-def shared_generators(names: Collection[Any]) -> Iterator[tuple[str, Any]]:
-    """Those of the whole process from which code with these names may draw, and the modules they belong to."""
+def shared_generators() -> Iterator[tuple[str, Any]]:
+    """Those of the whole process, and the modules they belong to."""
     for module, its in (("random", "_inst"), ("numpy.random", "mtrand._rand")):
-        if module in sys.modules and not _names_of(module).isdisjoint(names):
+        if module in sys.modules:
             yield module, attrgetter(its)(sys.modules[module])
-
-
-@cache
-def _names_of(module: str) -> frozenset[str]:
-    return frozenset(name for name in dir(sys.modules[module]) if not name.startswith("_")) | {"random"}
 
 
 def draws(value: Any) -> bool:

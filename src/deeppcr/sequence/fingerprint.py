@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
+from hashlib import blake2b
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.modules import module as all_modules
 from torch.nn.parameter import is_lazy
 
 from ..runtime import version_of
-from .changing import CTYPES, PLAIN, state_of
+from .changing import CTYPES, PLAIN
 from .reach import CONTAINERS, Walk
 from .stack import HOOKS
 
@@ -142,7 +143,8 @@ def _mark(value: Any, walk: Walk, place: Callable[[Tensor], Hashable]) -> Hashab
         if kind.__module__ == "numpy" and getattr(value, "nbytes", math.inf) <= _SMALL:
             return str(value.dtype), value.shape, value.tobytes()
         if issubclass(kind, (bytearray, array, memoryview, *CTYPES)):
-            return kind, *(state_of(value) or ())
+            memory = memoryview(value)
+            return kind, memory.format, memory.shape, blake2b(memory.tobytes()).digest()
         if issubclass(kind, (type, ModuleType)):
             walk.meet(value)
         if _is_whole(value):

@@ -24,8 +24,9 @@ from torch.utils import _pytree as pytree
 
 from ..runtime import is_capturing, is_out_of_memory, version_of
 from .changing import LARGEST, PLAIN, draws, state_of
+from .code import own_classes
 from .evaluate import RandomStep, StepError, StepGroup
-from .reach import MOST_MODULES, Values, never_read, own_classes, reached_by
+from .reach import MOST_MODULES, Values, never_read, reached_by
 from .stack import MODULE_INTERNALS, surely_equal
 
 #: Types of containers whose entries are looked at: subclasses may do anything.

@@ -14,8 +14,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextvars import ContextVar
-from functools import cached_property, lru_cache, partial
-from itertools import islice, pairwise
+from functools import partial
+from itertools import pairwise
 from types import (
     BuiltinMethodType,
     CodeType,
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from .changing import LARGEST, PLAIN, digest_of, shared_generators, state_of
+from .code import contents_of, is_of_library, names_in, own_classes, unwrapped
 from .stack import HOOKS, MODULE_INTERNALS
 
 #: Containers with more entries than this are data, where they are attributes that no code names.
@@ -40,8 +41,6 @@ _MANY = 100
 MOST_MODULES = 200
 #: So many functions and objects may stand one behind the other; containers and modules do not count.
 _DEPTH = 8
-#: Packages whose functions are what they are, whatever stands in global variables.
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "triton", "deeppcr"}
 #: Methods that a call of an object does not run.
 _NOT_RUN = frozenset(("__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__reduce__", "__del__"))
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -65,6 +64,8 @@ _SEEN_THROUGH: dict[type, Callable[[Any], Any]] = {
     **dict.fromkeys(map(type, ({}.keys(), {}.values(), {}.items())), list),
 }
 _STANDING_FOR_OTHERS = tuple(_SEEN_THROUGH)
+#: What they stand for, which some make anew whenever they are asked.
+_INSIDE = "inside"
 
 
 class Walk:
@@ -121,6 +122,11 @@ class Walk:
             self._order += self._partly  # of which more may be named now
             self._partly = []
 
+    def functions(self) -> list[FunctionType]:
+        """Those met, but for libraries'."""
+        found = [each for each, _ in self._order if type(each) is FunctionType]
+        return [each for each in found if not is_of_library(each.__globals__.get("__name__"))]
+
     def go(self, value: Any) -> int | None:
         """Have what a thing holds come later, once. Its number in the order of coming; None where it is too far away."""
         number = self._numbers.get(id(value))
@@ -150,7 +156,7 @@ class Walk:
             return [("__name__", value.__name__), ("__self__", value.__self__)]
         if issubclass(kind, _STANDING_FOR_OTHERS):
             see = next(_SEEN_THROUGH[each] for each in kind.__mro__ if each in _SEEN_THROUGH)
-            return [("inside", see(value)), *self._in_slots(value, kind)]
+            return [(_INSIDE, see(value)), *self._in_slots(value, kind)]
         held = self._attributes_of(value, kind)
         if issubclass(kind, CONTAINERS):
             if len(value) > self._largest:
@@ -175,13 +181,13 @@ class Walk:
 
     def _held_by_function(self, function: FunctionType) -> list[tuple[Hashable, Any]]:
         code, scope = function.__code__, function.__globals__
-        cells = dict(zip(code.co_freevars, map(_contents_of, function.__closure__ or ()), strict=True))
+        cells = dict(zip(code.co_freevars, map(contents_of, function.__closure__ or ()), strict=True))
         held: list[tuple[Hashable, Any]] = [*enumerate(function.__defaults__ or ())]
         if function.__kwdefaults__:
             held += function.__kwdefaults__.items()
-        if _is_of_library(scope.get("__name__")):
+        if is_of_library(scope.get("__name__")):
             return [*held, *cells.items()]
-        names = _names_in(code)
+        names = names_in(code)
         self.used.add(code)
         self.used.update(names)
         seen: set[int] = set()
@@ -220,7 +226,7 @@ class Walk:
     def meet(self, owner: type | ModuleType) -> None:
         """Have what a class, or a module of Python's, has under names that are used come last."""
         if isinstance(owner, ModuleType):
-            owners = [] if _is_of_library(owner.__name__) else [owner]
+            owners = [] if is_of_library(owner.__name__) else [owner]
         else:
             owners = own_classes(owner)
         for each in owners:
@@ -234,7 +240,7 @@ class Walk:
                 if name not in done and (special or name == "forward" or name in self.used):
                     done.add(name)
                     if type(value) not in (MemberDescriptorType, GetSetDescriptorType):
-                        found.append(((owner.__name__, name), _unwrapped(value)))
+                        found.append(((owner.__name__, name), unwrapped(value)))
         return found
 
 
@@ -252,12 +258,12 @@ def reached_by(
         without: the ids of what has no state for this step, and is not to be looked into, but for dictionaries
     """
     if issubclass(type(step), nn.Module):
-        return [step], _shared([step], set())
+        return [step], _shared([step], ())
     found: dict[int, nn.Module] = {}
     plain: set[Any] = set()
     values: Values = {}
     called: dict[int, str] = {}  # containers
-    places: dict[int, Hashable] = {}  # of tuples, which may be made anew with the same entries
+    places: dict[int, Hashable] = {}  # of what may be made anew with the same entries
     walk = Walk(step, largest=LARGEST, everything=False)
     for owner, name, each in _outside_of_modules(walk, without):
         kind = type(each)
@@ -266,7 +272,7 @@ def reached_by(
             found[id(each)] = each
         if kind is int or kind is str:
             plain.add(each)
-        if kind is tuple:
+        if kind is tuple or name is _INSIDE:
             places.setdefault(id(each), place)
         if issubclass(kind, CONTAINERS):
             inside_of = called.get(id(owner))
@@ -275,16 +281,33 @@ def reached_by(
             values[place] = owner, called.get(id(owner)), each
     if used is not None:
         used |= walk.used | plain
-    return list(found.values()), values | _shared(found.values(), walk.used)
+    return list(found.values()), values | _shared(found.values(), walk.functions())
 
 
-def _shared(roots: Iterable[nn.Module], used: set[Any]) -> Values:
-    """The generators of the whole process, where the code of a step, or of a module that it reaches, has names to draw from them by."""
-    kinds = {type(module) for root in roots for module in islice(root.modules(), MOST_MODULES)}
-    kinds = {each for kind in kinds for each in own_classes(kind)}
-    codes = [vars(kind)["forward"].__code__ for kind in kinds if type(vars(kind).get("forward")) is FunctionType]
-    names = used.union(*map(_names_in, codes))
-    return {(module, "state"): (module, None, generator) for module, generator in shared_generators(names)}
+def _shared(roots: Iterable[nn.Module], functions: Iterable[FunctionType]) -> Values:
+    """The generators of the whole process from which functions, or modules and those inside of them, draw by name.
+
+    Whoever only has names that are those of distributions (``gamma``, ``sample``) is not to answer for what other threads draw.
+    """
+    modules = list(roots)
+    for module in modules:  # which grow
+        if len(modules) < MOST_MODULES and isinstance(module._modules, dict):
+            modules += [each for each in module._modules.values() if each is not None]
+    kinds = {each for kind in set(map(type, modules)) for each in own_classes(kind)}
+    forwards = [own for kind in kinds if type(own := vars(kind).get("forward")) is FunctionType]
+    names: set[str] = set()
+    held: set[int] = set()
+    for function in (*functions, *forwards):
+        scope, own = function.__globals__, names_in(function.__code__)
+        names.update(own)
+        found: Iterable[Any] = (*map(scope.get, own), *map(contents_of, function.__closure__ or ()))
+        for each in found:
+            held.add(id(each.__self__ if type(each) in (MethodType, BuiltinMethodType) else each))
+    return {
+        (module, "state"): (module, None, generator)
+        for module, generator in shared_generators()
+        if "random" in names or id(sys.modules[module]) in held or id(generator) in held
+    }
 
 
 def _outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[tuple[Any, Hashable, Any]]:
@@ -308,7 +331,7 @@ def never_read(step: Any) -> set[int]:
     looked_up: dict[int, set[Any]] = {}
     for owner, name, each in _outside_of_modules(walk):
         names = added if type(each) in _ADDED_TO else looked_up if issubclass(type(each), dict) else None
-        if names is not None:  # in another container it is known by no name
+        if names is not None and name is not _INSIDE:  # in another container it is known by no name
             names.setdefault(id(each), set()).add(None if isinstance(owner, CONTAINERS) else _last(name))
     codes, read, counted = [each for each in walk.used if type(each) is CodeType], {None}, set()
     for code in codes:
@@ -350,43 +373,7 @@ def _named_in(
         value = scope[name]
         if not issubclass(type(value), ModuleType):
             found.append((prefix + name, value))
-        elif id(value) not in seen and not _is_of_library(vars(value).get("__name__")):
+        elif id(value) not in seen and not is_of_library(vars(value).get("__name__")):
             seen.add(id(value))
             found += _named_in(vars(value), names, names, seen, f"{prefix}{name}.")
     return found
-
-
-def own_classes(kind: type) -> list[type]:
-    """A class and its bases, but for those of libraries."""
-    return [each for each in kind.__mro__ if not _is_of_library(each.__module__)]
-
-
-def _is_of_library(module: Any) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
-
-
-def _unwrapped(value: Any) -> Any:
-    """The function behind a method of any kind, or a property."""
-    kind = type(value)
-    if kind is property:
-        return value.fget
-    return value.__func__ if kind in (staticmethod, classmethod) else value.func if kind is cached_property else value
-
-
-@lru_cache(maxsize=1024)
-def _names_in(code: CodeType) -> tuple[str, ...]:
-    """The names that a function uses, each once, also in functions inside, and as texts: ``getattr(model, "scale")``."""
-    found = dict.fromkeys(code.co_names)
-    for each in code.co_consts:
-        if type(each) is CodeType:
-            found.update(dict.fromkeys(_names_in(each)))
-        elif type(each) is str and each.isidentifier():
-            found[each] = None
-    return tuple(found)
-
-
-def _contents_of(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is still empty
-        return None

@@ -80,11 +80,12 @@ def _doubt_of_states(
         return None
     finite = torch.isfinite(states).all(-1).all(0)
 
-    def are_hidden(rows: Tensor, count: int) -> bool:
+    def are_hidden(rows: Tensor, count: int, *, either_side: bool = False) -> bool:
         given = initial, states[:count], values[:count], tolerance.rtol
-        return bool((rows & ~steps_have_derivative(sequence, USUAL.jacobian, *given)).any())
+        true = steps_have_derivative(sequence, USUAL.jacobian, *given, either_side=either_side)
+        return bool((rows & ~true).any())
 
     if states.dtype in _FINE:
-        fused.hides = fused.hides or are_hidden(finite, _LOOKED_AT)
+        fused.hides = fused.hides or are_hidden(finite, _LOOKED_AT, either_side=True)
     drifts = (measure(values, states, initial, tolerance).drift > 1) & finite
     return FALSE_DERIVATIVE if drifts.any() and are_hidden(drifts, len(states)) else None
