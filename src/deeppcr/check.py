@@ -115,9 +115,8 @@ def _look_at(sequence: Sequence, looked_at: list[int], jacobian: Jacobian | None
     findings += _finiteness(sequence, looked_at, states)
     findings += _all_at_once(sequence)
     findings += _independence(sequence, looked_at, states)
-    if not any(
-        finding.kind in ("rows", "precision") for finding in findings
-    ):  # whose derivatives are not row by row, or are coarse
+    # Else derivatives are not row by row, or are coarse.
+    if not any(finding.kind in ("rows", "precision") for finding in findings):
         findings += _derivatives(sequence, looked_at, states)
     if jacobian is not None and not findings:
         findings += _structure(sequence, looked_at, states, jacobian)
@@ -146,9 +145,7 @@ def _repeatability(sequence: Sequence, looked_at: list[int], states: list[Tensor
         except StepError as error:
             yield Finding(error.kind, str(error))
             return
-        if not torch.equal(first.isnan(), second.isnan()) or not torch.equal(
-            first[~first.isnan()], second[~second.isnan()]
-        ):
+        if not torch.allclose(first, second, rtol=0, atol=0, equal_nan=True):
             yield Finding(
                 "side effect",
                 f"step {index + 1} gives another result when it is called again with the same state: it keeps a state of its own",
@@ -238,9 +235,8 @@ def _hidden_derivatives(sequence: Sequence, states: Tensor) -> Iterator[Finding]
     finite = torch.isfinite(states).all(-1).all(0)
     rtol = default_tolerance(states.dtype)
     try:
-        values = sequence.values(
-            states[:-1], steps
-        )  # which are not the states after them where a step overwrites its own
+        # Which are not the states after them where a step overwrites its own.
+        values = sequence.values(states[:-1], steps)
         true = steps_have_derivative(sequence, DenseJacobian(), initial, states[1:], values, rtol)
     except StepError:
         return  # no derivative, which the solve says where it needs one

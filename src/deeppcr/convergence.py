@@ -214,9 +214,6 @@ class Progress:
             residual, delta: [n, B, D], before the update, and the update
             bounds: of the states after it
         """
-        self.count += 1
-        # Where all of it is exact, an iteration that is done all the same changes nothing, and does not count.
-        self.iterations = self.iterations + (self.active & (self.active & (self.prefix < self.chunks)).any())
         if self._first_residual is None:
             self._first_residual = residual.abs().amax((0, -1))
         off = torch.where(finite, bounds.ratio(residual), math.inf)
@@ -226,7 +223,7 @@ class Progress:
         estimate = update if self.quadratic else torch.where(frozen, 0, bounds.ratio(left))
         self.updates.append(worst)
         settled = (frozen | bounds.settles(left)) & finite & bounds.settles(residual)
-        self._grow_prefix(first, settled)
+        self.advance_one(self.leading((self.index[first:] < self.prefix) | settled, first))
         if self.stop.fixed is not None:
             return
         self.finish(self.prefix >= self.chunks, Result.CONVERGED)
@@ -238,9 +235,12 @@ class Progress:
         prefix = torch.where(self.active, self.prefix, self.chunks)
         self._trend.append((prefix.amin(), torch.where(self.active, worst, 0).amax()))
 
-    def _grow_prefix(self, first: int, settled: Tensor) -> None:
-        before = self.index[first:] < self.prefix
-        grown = torch.maximum(self.prefix + 1, self.leading(before | settled, first)).clamp(max=self.chunks)
+    def advance_one(self, leading: Tensor) -> None:
+        """By an iteration, after which so many chunks [B], from the first on, have settled."""
+        self.count += 1
+        # Where all of it is exact, an iteration that is done all the same changes nothing, and does not count.
+        self.iterations = self.iterations + (self.active & (self.active & (self.prefix < self.chunks)).any())
+        grown = torch.maximum(self.prefix + 1, leading).clamp(max=self.chunks)
         self.prefix = torch.where(self.active, grown, self.prefix)
 
     def _scaled_by_rate(self, delta: Tensor, bounds: Bounds) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .jacobian import DenseJacobian, Jacobian
-from .linear import Blocks, LinearSolver, solve_coupled
-from .linearised import Linearised
+from .linear import LinearSolver, solve_coupled
+from .linearised import Linearised, Transposed
 from .runtime import check_backward, is_out_of_memory, values_can_be_read
 from .sequence import Sequence
 from .sequence.evaluate import first_line
@@ -202,40 +202,28 @@ class Adjoint(Linearised):
         Returns:
             the adjoint [L, B, D], and where it is off by more than rounding can explain, [L, B]
         """
-        jacobian = self._true_jacobian()
-        parts = self._parts(len(gradients), jacobian)
-        kept = [self._transposed(part, jacobian) for part in parts] if len(parts) == 1 else None
-        adjoint = self._substitute(gradients, parts, kept)
+        transposed = Transposed(self, self._true_jacobian())
+        adjoint = self._substitute(gradients, transposed)
         defect = self.defect(adjoint, gradients)
-        correction = self._substitute(defect, parts, kept)
+        correction = self._substitute(defect, transposed)
         if self.arithmetic not in (torch.float32, torch.float64):
             # A Jacobian that is rounded once, 0.99 to 0.988, is off at every step in the same direction, which the step itself is not. But the
             # rounding of its products adds up in the correction as in the loop's own pass: it is no measure of what is wrong.
             return adjoint + correction, self._wrong(adjoint, self._significant(defect, adjoint), gradients)
         wrong = self._wrong(adjoint, correction, gradients)
         if values_can_be_read(adjoint) and wrong.any() and torch.isfinite(adjoint).all():
-            error = (correction.abs() - self._room(adjoint, parts, kept)).clamp(min=0)
+            error = (correction.abs() - self._room(adjoint, transposed)).clamp(min=0)
             wrong = self._wrong(adjoint, error, gradients)
         return adjoint + correction, wrong
 
     def _true_jacobian(self) -> Jacobian:
         return self.jacobian if self.jacobian.exact else DenseJacobian()
 
-    def _substitute(
-        self,
-        rhs: Tensor,
-        parts: list[slice],
-        kept: list[Blocks] | None,
-        jacobian: Jacobian | None = None,
-        carried: Tensor | None = None,
-    ) -> Tensor:
+    def _substitute(self, rhs: Tensor, transposed: Transposed, carried: Tensor | None = None) -> Tensor:
         """Solve the transposed system part by part, from the last back; ``carried``: what steps behind all of these hand back, [1, B, D]."""
         found = []
-        for number in reversed(range(len(parts))):
-            blocks = (
-                kept[number] if kept is not None else self._transposed(parts[number], jacobian or self._true_jacobian())
-            )
-            terms = rhs[parts[number]]
+        for part, blocks in reversed(transposed):
+            terms = rhs[part]
             if carried is not None:
                 terms = torch.cat([terms[:-1], terms[-1:] + carried])
             solution = solve_coupled(blocks[1:], terms, reverse=True, solver=self.linear)
@@ -268,22 +256,19 @@ class Adjoint(Linearised):
             size_before = size
         return adjoint, ~wrong
 
-    def _room(self, adjoint: Tensor, parts: list[slice], kept: list[Blocks] | None) -> Tensor:
+    def _room(self, adjoint: Tensor, transposed: Transposed) -> Tensor:
         """How far rounding alone may put the adjoint off, [L, B, D].
 
         A gradient that a step does not let through, such as that of the sum of a softmax, leaves nothing but rounding further
         back: two ways to find it agree in no digit. What the products of all steps round is sent back through them, in a
         few directions of no meaning: it decays as everything does, so that a mistake further back still shows.
         """
-        products = []
-        for number, part in enumerate(parts):
-            blocks = kept[number] if kept is not None else self._transposed(part, self._true_jacobian())
-            products.append(type(blocks)(blocks.data.abs()).apply(adjoint[part].abs()))
+        products = [type(blocks)(blocks.data.abs()).apply(adjoint[part].abs()) for part, blocks in transposed]
         rounded = torch.cat([torch.cat(products)[1:], torch.zeros_like(adjoint[:1])])
         generator, room = torch.Generator().manual_seed(0), torch.zeros_like(adjoint)
         for _ in range(_PROBES):
             probe = torch.randn(rounded.shape, generator=generator, dtype=rounded.dtype).to(rounded.device)
-            room = torch.maximum(room, self._substitute(probe * rounded, parts, kept).abs())
+            room = torch.maximum(room, self._substitute(probe * rounded, transposed).abs())
         return _ROUNDING[adjoint.dtype] * room.amax(-1, keepdim=True)
 
     def _significant(self, defect: Tensor, adjoint: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ Shapes: L steps, B rows, D the packed state. With ``z_l = f_l(z_{l-1})`` and gra
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,19 +72,9 @@ class Linearised:
         """``J_{l+1}^T a_{l+1}`` for l = 1 .. L - 1, by the true vector-Jacobian product: [L, B, D] to [L - 1, B, D]."""
         return pulled_to(self.values, (self.inner,), adjoint, retain_graph=True)[0]
 
-    def _parts(self, length: int, jacobian: Jacobian) -> list[slice]:
-        """Slices of steps whose blocks fit the memory budget together."""
-        at_once = jacobian.steps_at_once(self.sequence)
-        return [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
-
-    def _transposed(self, part: slice, jacobian: Jacobian) -> Blocks:
-        steps = range(part.start, part.stop)
-        return jacobian.evaluate(self.sequence, self.previous.detach()[part], steps)[1].transpose()
-
     def _by(self, jacobian: Jacobian, adjoint: Tensor) -> Tensor:
-        """``pull(adjoint)`` by Jacobians, of as many steps at a time as fit in memory."""
-        parts = self._parts(len(adjoint), jacobian)
-        return torch.cat([self._transposed(part, jacobian).apply(adjoint[part]).detach() for part in parts])[1:]
+        """``pull(adjoint)`` by Jacobians."""
+        return torch.cat([blocks.apply(adjoint[part]).detach() for part, blocks in Transposed(self, jacobian)])[1:]
 
     def walk(self, gradients: Tensor) -> Tensor:
         """The adjoint as the loop finds it, from the last step to the first, unchecked."""
@@ -133,9 +125,8 @@ class Linearised:
         finite = torch.isfinite(self.values.detach()).all(-1).all(0)  # rows; in others, the loop finds what it finds
         self._refuse_not_finite(adjoint, finite)
         first, sizes = self.sequence.initial.detach(), self._sizes()
-        eps = torch.finfo(
-            coarser_products(lambda: self.sequence.step(0, first), self.arithmetic) or self.arithmetic
-        ).eps
+        coarser = coarser_products(lambda: self.sequence.step(0, first), self.arithmetic)
+        eps = torch.finfo(coarser or self.arithmetic).eps
         by_jacobians = self._by(jacobian, adjoint) if jacobian is not None else None
         pulled, after = self.pull(adjoint), (adjoint[1:].abs() * sizes).amax(-1)
         terms = after + (adjoint[:-1].abs() * sizes).amax(-1) + (pulled.abs() * sizes).amax(-1)  # [L - 1, B]
@@ -169,9 +160,8 @@ class Linearised:
         if where.any():
             raise _refusal(where, _AT_ONCE)
         if jacobian is None or not jacobian.given:
-            rounding = rounding + math.sqrt(
-                eps
-            )  # forward mode may lose half of the digits where reverse mode loses none
+            # Forward mode may lose half of the digits where reverse mode loses none.
+            rounding = rounding + math.sqrt(eps)
         where = wrong(by_jacobians, rounding)
         if by_jacobians is not None and not torch.isfinite(by_jacobians[where]).all():
             raise _refusal(where & ~torch.isfinite(by_jacobians).all(-1), _NOT_FINITE)
@@ -243,9 +233,8 @@ class Linearised:
         suspect = lost.unsqueeze(-1) & (self._digits * sizes <= tolerated)
         unknown = allowed * layout.spread(suspect)
         generator = torch.Generator().manual_seed(0)
-        probe, one, two = (
-            torch.randn(states.shape, generator=generator, dtype=states.dtype).to(states.device) for _ in range(3)
-        )
+        like: dict[str, Any] = {"generator": generator, "dtype": states.dtype}
+        probe, one, two = (torch.randn(states.shape, **like).to(states.device) for _ in range(3))
         found = []
         for side in (one, -one.sign() * two.abs()):
             try:
@@ -319,6 +308,26 @@ class Linearised:
             "the gradient overflows on its way back through the steps: the sequence amplifies small changes beyond the "
             f"range of {adjoint.dtype}"
         )
+
+
+class Transposed:
+    """The transposed Jacobians of all steps, in parts that fit in memory: their steps, and their blocks. A single part is formed once."""
+
+    def __init__(self, steps: Linearised, jacobian: Jacobian):
+        self._steps, self._jacobian = steps, jacobian
+        length, at_once = len(steps.values), jacobian.steps_at_once(steps.sequence)
+        self._parts = [slice(start, min(start + at_once, length)) for start in range(0, length, at_once)]
+        self._kept = self._blocks(self._parts[0]) if len(self._parts) == 1 else None
+
+    def _blocks(self, part: slice) -> Blocks:
+        steps, previous = range(part.start, part.stop), self._steps.previous.detach()[part]
+        return self._jacobian.evaluate(self._steps.sequence, previous, steps)[1].transpose()
+
+    def __iter__(self) -> Iterator[tuple[slice, Blocks]]:
+        return ((part, self._blocks(part) if self._kept is None else self._kept) for part in self._parts)
+
+    def __reversed__(self) -> Iterator[tuple[slice, Blocks]]:
+        return ((part, self._blocks(part) if self._kept is None else self._kept) for part in self._parts[::-1])
 
 
 _CHANGED = (

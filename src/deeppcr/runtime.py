@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
@@ -166,7 +167,7 @@ def as_written() -> Iterator[None]:
 
 
 class Watcher(TorchDispatchMode):
-    """Sees the operations of what runs inside, as it is written."""
+    """Sees the operations of what runs inside, as it is written: ``look`` is told of each."""
 
     def __enter__(self) -> Self:
         self._as_written = as_written()
@@ -176,6 +177,15 @@ class Watcher(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._as_written.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.look(func, args, kwargs or {}, found)
+        return found
+
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+        """After an operation, with what it was given and what it made of that."""
+        raise NotImplementedError
 
 
 #: What PyTorch keeps away from what an operator does: autograd, and below an observer of operations transforms and views of numbers, too.
@@ -195,6 +205,11 @@ def as_if_eager() -> Iterator[None]:
         away = away.remove(getattr(torch._C.DispatchKey, name))
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), away):
         yield
+
+
+def tensors_in(nest: Any) -> list[Tensor]:
+    """Those among the leaves of a nest."""
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .newton import Loop, Newton
-from .runtime import is_out_of_memory, outside_of_graph
+from .runtime import is_out_of_memory, outside_of_graph, tensors_in
 from .sequence.evaluate import StepError, vmap_over_steps
 from .sequence.history import Emitting
 from .sequence.kept import writes_of
@@ -300,10 +300,7 @@ def _writes(leaves: Sequence[Tensor]) -> list[int] | None:
 
 
 def _share_memory(*nests: Any) -> bool:
-    addresses = [
-        {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)}
-        for nest in nests
-    ]
+    addresses = ({leaf.untyped_storage().data_ptr() for leaf in tensors_in(nest)} for nest in nests)
     return not set.isdisjoint(*addresses)
 
 

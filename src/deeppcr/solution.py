@@ -212,9 +212,8 @@ class Solution:
         without = [result.failed or result is Result.UNCERTIFIED for result in self.results]
         if not any(without):
             return known
-        return torch.where(
-            torch.tensor(without, device=known.device).reshape(known.shape), known.minimum(self.exact_steps), known
-        )
+        rows = torch.tensor(without, device=known.device).reshape(known.shape)
+        return torch.where(rows, known.minimum(self.exact_steps), known)
 
     def _with_digits(self) -> Tensor:
         """[*batch], after how many steps states are as large as the tolerance asks for."""

@@ -16,9 +16,10 @@ from ..gradient import DENSE_WIDTH, MAX_SWEEPS, Adjoint
 from ..jacobian import Jacobian
 from ..linear import Blocks, LinearSolver
 from ..linear.sharded import Map, entry_of
-from ..linearised import pulled_to
+from ..linear.system import in_full
+from ..linearised import Transposed, pulled_to
 from ..runtime import check_backward
-from .part import Part, in_full
+from .part import Part
 
 #: With true Jacobians one correction is enough, but for digits that products of many of them lost.
 _CORRECTIONS = 4
@@ -90,22 +91,17 @@ class AdjointOver:
     def _by_sweeps(self, gradients: Tensor) -> tuple[Tensor, bool]:
         """By systems of Jacobians, corrected by true vector-Jacobian products until they say the same; and whether they do."""
         part, local = self.part, self.local
-        jacobian = local._true_jacobian() if local is not None and self.true else self.jacobian
-        parts: list[slice] = []
-        kept: list[Blocks] | None = None
-        structure = None
+        transposed = structure = None
         with part.trouble.kept():
             if local is not None:
-                parts = local._parts(len(gradients), jacobian)
-                blocks = local._transposed(parts[0], jacobian)
-                kept = [blocks] if len(parts) == 1 else None
-                structure = blocks[:0]
+                transposed = Transposed(local, local._true_jacobian() if self.true else self.jacobian)
+                structure = next(iter(transposed))[1][:0]
         none = part.agree_on(structure)
         adjoint, missing, size_before = torch.zeros_like(gradients), gradients, None
         for sweep in range(1 + _CORRECTIONS if self.true else MAX_SWEEPS):
             change = missing
             with part.trouble.kept():
-                change = self._substituted(jacobian, missing, parts, kept, none)
+                change = self._substituted(missing, transposed, none)
             adjoint = adjoint + change
             missing, found = self._defect(adjoint, gradients, change)
             excess, size, scale, self.matters = found
@@ -124,24 +120,20 @@ class AdjointOver:
             size_before = size
         return adjoint, False
 
-    def _substituted(
-        self, jacobian: Jacobian, missing: Tensor, parts: list[slice], kept: list[Blocks] | None, none: Blocks
-    ) -> Tensor:
+    def _substituted(self, missing: Tensor, transposed: Transposed | None, none: Blocks) -> Tensor:
         """What a right-hand side [L, B, D] makes of the adjoint, part by part of the steps that fit in memory together."""
         local, own, error = self.local, Map.of(*in_full(none, missing[:0])), None
         try:
-            for number, part in reversed(list(enumerate(parts))):
-                assert local is not None
-                blocks = kept[number] if kept is not None else local._transposed(part, jacobian)
+            for part, blocks in reversed(transposed) if transposed is not None else ():
                 own = Map.of(*in_full(blocks, blocks.apply(missing[part])), reverse=True).after(own)
         except Exception as raised:  # the other ranks wait for this one's map
             error = raised
         handed = entry_of(self.part.ranks.reversed(), own, torch.zeros_like(own.term))
         if error is not None:
             raise error
-        if local is None:
+        if local is None or transposed is None:
             return missing
-        return local._substitute(missing, parts, kept, jacobian, handed.unsqueeze(0).to(missing.dtype))
+        return local._substitute(missing, transposed, handed.unsqueeze(0).to(missing.dtype))
 
     def _defect(self, adjoint: Tensor, gradients: Tensor, change: Tensor) -> tuple[Tensor, list[Tensor]]:
         """What is missing in ``a_l = J_{l+1}^T a_{l+1} + g_l`` by the steps' own products; of each row, on all ranks: by how much more than

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..linear import Blocks, LinearSolver
+from ..linear import Blocks
 from ..newton import Newton
 from ..newton.certificate import Certified
 from ..newton.guess import Guess
@@ -82,9 +82,8 @@ class Iteration(Certified[Shared]):
         self.after = None
         if self.progress.asks_for_every_state:  # the size around a step is that of the one after it, too
             held = self.ends[:1] if len(self.ends) else self.part.empty().new_zeros(1, *self.entry.shape)
-            ahead = self.part.ranks.reversed().before(
-                torch.cat([held.flatten(), held.new_full((1,), len(self.ends))]), nearest
-            )
+            told = torch.cat([held.flatten(), held.new_full((1,), len(self.ends))])
+            ahead = self.part.ranks.reversed().before(told, nearest)
             self.after = None if ahead is None or not ahead[-1] else ahead[:-1].view_as(self.entry)
         return dict(zip(measures, found, strict=True))
 
@@ -175,9 +174,8 @@ class Iteration(Certified[Shared]):
     def push(self, tangents: Tensor) -> Tensor:
         with self.part.trouble.kept():
             if self.part.sequence is not None and len(tangents):
-                return self.part.sequence.push_out(self.starts(), tangents.unsqueeze(1), self.chunk, self.first)[
-                    1
-                ].squeeze(1)
+                given = self.starts(), tangents.unsqueeze(1), self.chunk, self.first
+                return self.part.sequence.push_out(*given)[1].squeeze(1)
         return tangents
 
     def is_refused(self, refused: bool) -> bool:
@@ -281,11 +279,6 @@ class Iteration(Certified[Shared]):
         worth = super().roll_on()
         self.values, self.unit, self.far = None, None, False  # of other states
         return worth
-
-    def choose(self, couplings: Blocks) -> LinearSolver:
-        linear, why = self.newton.linear.choose(couplings)
-        self.plan.linear = f"{linear} ({why})" if why else str(linear)
-        return linear
 
     # What came out.
 

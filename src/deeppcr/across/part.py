@@ -12,17 +12,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Ranks, Trouble
 from ..linear import Blocks, LinearSolver
 from ..linear.blocks import STRUCTURES
 from ..linear.sharded import Map, entry_of, solve_local
+from ..linear.system import in_full
+from ..runtime import tensors_in
 from ..sequence import Sequence
 from ..sequence.layout import Layout, refuse_not_finite
 from ..sequence.sequence import find_length
-
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class Part:
@@ -55,9 +54,7 @@ class Part:
                 self.sequence = Sequence(cast(Any, step), z0, xs, length=length, batch_dims=batch_dims)
             facts = _facts_of(self.layout, self.initial)
         # Of inputs of no step, too, who asks for their gradient has to come by here: see AdjointOver.
-        self.inputs: list[Tensor] = [
-            leaf for leaf in pytree.tree_leaves(xs) if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
+        self.inputs: list[Tensor] = [leaf for leaf in tensors_in(xs) if leaf.requires_grad]
         sequence = self.sequence
         needs = torch.is_grad_enabled() and sequence is not None and sequence.needs_gradients
         history = 1 if sequence is None else sequence.history
@@ -185,11 +182,6 @@ class Part:
         if failed.item():
             self.ranks.fail(error)
         return before, found
-
-
-def in_full(blocks: Blocks, rhs: Tensor) -> tuple[Blocks, Tensor]:
-    """In float32 at least: products of blocks are no place for a lower precision."""
-    return (type(blocks)(blocks.data.float()), rhs.float()) if rhs.dtype in _HALF else (blocks, rhs)
 
 
 def nearest(first: Tensor, then: Tensor) -> Tensor:

@@ -24,10 +24,6 @@ _GROUPS = 256
 class Shared(Progress):
     """The status of every row, the same on all ranks; chunks are counted through all of them."""
 
-    count: int
-    prefix: Tensor
-    iterations: Tensor
-    codes: Tensor
     stuck: Tensor
 
     def __init__(self, part: Part, newton: Newton, chunk: int):
@@ -101,12 +97,9 @@ class Shared(Progress):
         if not counts:
             return
         worst, off = found["worst"], found["off"]
-        self.count += 1
-        self.iterations = self.iterations + (self.active & (self.active & (self.prefix < self.chunks)).any())
         if self.active.any() or not self.updates:
             self.updates.append(torch.where(done, 0, worst))
-        grown = torch.maximum(self.prefix + 1, -found["unsettled"].long()).clamp(max=self.chunks)
-        self.prefix = torch.where(self.active, grown, self.prefix)
+        self.advance_one(-found["unsettled"].long())
         if self.stop.fixed is not None:
             return
         self.finish(self.prefix >= self.chunks, Result.CONVERGED)

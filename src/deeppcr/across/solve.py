@@ -6,8 +6,6 @@ Shapes: L steps on this rank, which may be none; B rows, D the packed state.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,14 +46,20 @@ def solve_over(
     plan.note(
         f"over {ranks.count} ranks: steps {part.offset + 1} to {part.offset + part.length} of {part.total} on this one"
     )
-    with _watched(part):
-        if isinstance(solver, Loop):
-            return _Solve(part, Newton(), plan).by_loop()
+    if isinstance(solver, Loop):
+        found = _Solve(part, Newton(), plan).by_loop()
+    else:
         kernels: Kernels | str = "no steps"
         with part.trouble.kept():
             if part.sequence is not None:
                 kernels = Kernels.of(solver, *loop)
-        return _Solve(part, solver, plan).in_parallel(start, on_failure, kernels)
+        found = _Solve(part, solver, plan).in_parallel(start, on_failure, kernels)
+    # Where modules of a step hold something else than after its first call, all ranks raise.
+    with part.trouble.kept():
+        if part.sequence is not None:
+            part.sequence.stop_watching()
+    ranks.agree(part.trouble.take())
+    return found
 
 
 def _settings_of(solver: Newton | Loop, on_failure: str) -> int:
@@ -74,16 +78,6 @@ def _refuse(part: Part, solver: Newton | Loop, gradient: Gradient) -> None:
         raise RuntimeError(
             "mesh: a solve over ranks looks at values, and while a CUDA graph is captured there are none"
         )
-
-
-@contextmanager
-def _watched(part: Part) -> Iterator[None]:
-    """At the end: raise on all ranks where the modules of a step of one hold something else than after its first step."""
-    yield
-    if part.sequence is not None:
-        with part.trouble.kept():
-            part.sequence.stop_watching()
-    part.ranks.agree(part.trouble.take())
 
 
 @dataclass(frozen=True)
@@ -137,9 +131,8 @@ class _Solve:
                 fitting = newton.jacobian.fit_chunk(part.sequence, chunk)
         facts = (0, 0, 0) if isinstance(kernels, str) else (1, kernels.elementwise, kernels.chunk)
         told = part.ranks.agree(part.trouble.take(), fitting, *facts)
-        have, elementwise, wanted = zip(
-            *(each[1:] for each, length in zip(told, part.lengths, strict=True) if length), strict=True
-        )
+        with_steps = (each[1:] for each, length in zip(told, part.lengths, strict=True) if length)
+        have, elementwise, wanted = zip(*with_steps, strict=True)
         plan.chunk = max(chunk, *(each[0] for each in told))
         if not all(have) or len(set(elementwise)) > 1:
             plan.note(f"not by kernels: {kernels if isinstance(kernels, str) else 'another rank has none'}")
@@ -169,9 +162,8 @@ class _Solve:
             with part.trouble.kept(), torch.no_grad():
                 previous = torch.cat([entry.unsqueeze(0), states[:-1]])
                 values = part.sequence.values(previous, range(part.length))
-        before = (
-            entry if self.tolerance.local else peak
-        )  # what a tolerance is relative to, beside the states themselves
+        # What a tolerance is relative to, beside the states themselves.
+        before = entry if self.tolerance.local else peak
         rows = torch.zeros(part.layout.rows, dtype=part.layout.dtype, device=states.device)
         residual = broken = drift = lost = rows
         known = faint = rows.new_zeros(part.layout.rows, len(part.layout.sizes))
@@ -271,18 +263,13 @@ class _Solve:
             told = states.nan_to_num(0.0, 0.0, 0.0)
             sizes = told.abs().amax(0) if len(told) else torch.zeros_like(entry)
             _, peak, (first, sizes) = part.meet(told, -at, sizes)
-        at = -first.long()
-        results = [
-            each if not bad else Result.NON_FINITE if index < part.total else result
-            for each, bad, index in zip(outcome.results, failed.tolist(), at.tolist(), strict=True)
-        ]
-        exact = torch.where(failed & (at < part.total), at, outcome.exact_steps)
+        at = torch.where(failed & (-first < part.total), -first.long(), -1)
+        outcome = replace(outcome, states=states).marked(result, at)
         if result is Result.LOOP:
-            exact = torch.where(at < part.total, at, part.total)
-        outcome = replace(outcome, states=states, results=results, exact_steps=exact)
+            outcome = replace(outcome, exact_steps=torch.where(at >= 0, at, part.total))
         judged = self._judge(outcome, entry, peak, sizes.to(entry.dtype), looped=True)
         if result is Result.LOOP:
-            return replace(judged, outcome=outcome, residual=torch.zeros_like(judged.residual), known=exact)
+            judged = replace(judged, residual=torch.zeros_like(judged.residual), known=outcome.exact_steps)
         return replace(judged, outcome=outcome)
 
     def _located(self, outcome: Outcome, entry: Tensor) -> Outcome:
@@ -310,10 +297,8 @@ class _Solve:
         if worst_of(outcome.results) is Result.NON_FINITE:
             _, at, _ = worst_rows(outcome.results, outcome.exact_steps)
             holder = part.holder(min(at, part.total - 1))
-            reasons = (
-                *reasons,
-                f"rank {part.ranks.reversed().rank if part.ranks.backwards else holder} holds that step",
-            )
+            rank = part.ranks.reversed().rank if part.ranks.backwards else holder
+            reasons = (*reasons, f"rank {rank} holds that step")
 
         def inputs(index: int) -> Any:
             local = index - part.offset

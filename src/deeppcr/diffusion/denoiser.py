@@ -152,12 +152,9 @@ class Denoiser:
 
     def coarsest(self, rows: Tensor) -> torch.dtype:
         """The coarsest dtype that the network is seen to work in on such rows."""
-        dtypes = {
-            rows.dtype,
-            self.output_dtype or rows.dtype,
-            *self.parameter_dtypes,
-            *(self.seen.dtypes if self.seen else ()),
-        }
+        dtypes = {rows.dtype, self.output_dtype or rows.dtype, *self.parameter_dtypes}
+        if self.seen:
+            dtypes |= self.seen.dtypes
         if torch.is_autocast_enabled(rows.device.type):
             dtypes.add(torch.get_autocast_dtype(rows.device.type))
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

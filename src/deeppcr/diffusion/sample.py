@@ -18,7 +18,7 @@ from ..gradient import refuse_gradients
 from ..jacobian import Jacobian
 from ..newton import Loop, Newton
 from ..runtime import has_tangent, in_functorch
-from ..solution import Plan, Result, check_on_failure, first_not_finite, loop_on, settle, worst_of, worst_rows
+from ..solution import Plan, Result, Solution, check_on_failure, first_not_finite, loop_on, settle, worst_of, worst_rows
 from ..solve import solve
 from ..warned import warn
 from .coupling import Coupling
@@ -224,16 +224,8 @@ def _samples(problem: Problem, outcome: Outcome, prior: Prior, keep_states: bool
     if torch.is_grad_enabled() and problem.needs_gradients:
         coupling = Coupling(prior, problem.steps, problem.width, problem.device, problem.dtype)
         states = _differentiable(problem, coupling, outcome, message)
-    return Samples(
-        **_kept(problem, states[..., 0], keep_states),
-        iterations=outcome.iterations,
-        evaluations=outcome.evaluations,
-        residual=outcome.residual.amax(0),
-        exact_steps=outcome.exact_steps,
-        results=tuple(outcome.results),
-        plan=plan,
-        message=message,
-    )
+    about: dict[str, Any] = {"residual": outcome.residual.amax(0), "plan": plan, "message": message}
+    return _told(problem, states[..., 0], keep_states, outcome, evaluations=outcome.evaluations, **about)
 
 
 def _name_of(prior: Prior) -> str:
@@ -241,10 +233,16 @@ def _name_of(prior: Prior) -> str:
     return "a prior of unit variance" if prior is not prior.of_path else "the prior"
 
 
-def _kept(problem: Problem, states: Tensor, keep_states: bool) -> dict[str, Any]:
-    """``final`` and ``states`` of Samples, from [L, B, D]. A view of the last state would keep the memory of all."""
-    final = states[-1] if keep_states else states[-1].clone()
-    return {"final": problem.unflatten(final), "states": problem.unflatten(states) if keep_states else None}
+def _told(problem: Problem, states: Tensor, keep_states: bool, found: Outcome | Solution, **more: Any) -> Samples:
+    """From the states [L, B, D] of what was found. A view of the last one would keep the memory of all."""
+    return Samples(
+        final=problem.unflatten(states[-1] if keep_states else states[-1].clone()),
+        states=problem.unflatten(states) if keep_states else None,
+        iterations=found.iterations,
+        exact_steps=found.exact_steps,
+        results=tuple(found.results),
+        **more,
+    )
 
 
 def _differentiable(problem: Problem, coupling: Coupling, outcome: Outcome, message: str) -> Tensor:
@@ -360,13 +358,6 @@ def _by_newton(
     plan.note(f"jacobian: {prior.in_words if jacobian is prior else newton.jacobian}")
     plan.note(start.in_words(_name_of(prior)))
     found = rotated.unpack(solution.states)[..., 0]
-    return Samples(
-        **_kept(problem, found, keep_states),
-        iterations=solution.iterations,
-        evaluations=torch.full_like(solution.iterations, problem.rows_seen // problem.samples),
-        residual=solution.residual,
-        exact_steps=solution.exact_steps,
-        results=solution.results,
-        plan=plan,
-        message=solution.message,
-    )
+    spent = torch.full_like(solution.iterations, problem.rows_seen // problem.samples)
+    about: dict[str, Any] = {"residual": solution.residual, "plan": plan, "message": solution.message}
+    return _told(problem, found, keep_states, solution, evaluations=spent, **about)

@@ -155,9 +155,8 @@ class Steps:
 
     @cached_property
     def _balanced(self) -> Steps:
-        counts = torch.ones(
-            len(self) + 1, self.slots, dtype=torch.float64
-        )  # of the states before all steps, and after the last
+        # Of the states before all steps, and after the last.
+        counts = torch.ones(len(self) + 1, self.slots, dtype=torch.float64)
         counts[-1, 1:] = 0
         for step in reversed(range(len(self))):
             counts[step, 1:] = (counts[step + 1].unsqueeze(-1) * self.keep[step].abs()).amax(0)[1:]
@@ -194,9 +193,8 @@ class Coefficients:
         self.limit: float | None = None
         if steps.clip is not None:
             self.limit = float(steps.clip.limit)
-            self.from_sample, self.from_output, self.weight = (
-                put(each, 1, 1) for each in (steps.clip.sample, steps.clip.output, steps.clip.weight)
-            )
+            numbers = steps.clip.sample, steps.clip.output, steps.clip.weight
+            self.from_sample, self.from_output, self.weight = (put(each, 1, 1) for each in numbers)
 
     def taken(self, index: Tensor) -> Coefficients:
         """Those of the steps in ``index`` alone, by themselves: what follows looks nothing up."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,25 +86,21 @@ class Ranks:
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The largest of all ranks, number by number. None may be NaN: what that would give depends on the backend."""
-        return self._reduce(tensor, dist.ReduceOp.MAX)
+        return self._together(tensor, partial(dist.all_reduce, op=dist.ReduceOp.MAX))
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, number by number."""
-        return self._reduce(tensor, dist.ReduceOp.SUM)
-
-    def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
-        if self.count == 1:
-            return tensor.clone()
-        heard = self._out(tensor).clone()
-        dist.all_reduce(heard, op=operation, group=self.group)
-        return self._back(heard, tensor)
+        return self._together(tensor, partial(dist.all_reduce, op=dist.ReduceOp.SUM))
 
     def spread(self, tensor: Tensor, rank: int) -> Tensor:
         """What one rank has, on all of them; of the same shape everywhere."""
+        return self._together(tensor, partial(dist.broadcast, group_src=self._place(rank)))
+
+    def _together(self, tensor: Tensor, collective: Callable[..., Any]) -> Tensor:
         if self.count == 1:
             return tensor.clone()
         heard = self._out(tensor).clone()
-        dist.broadcast(heard, group=self.group, group_src=self._place(rank))
+        collective(heard, group=self.group)
         return self._back(heard, tensor)
 
     def told_by(self, rank: int, text: str) -> str:

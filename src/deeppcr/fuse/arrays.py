@@ -56,12 +56,25 @@ def _at(ndim: int, dim: int, index: object) -> tuple:
     return tuple(places)
 
 
-def _slice(code: Code, shape: Shape, a: np.ndarray, dim: int = 0, start=None, end=None, step: int = 1) -> np.ndarray:
-    return a[_at(a.ndim, dim, slice(start, end, step))]
+#: What shows a part of an array, which another array may take the place of.
+_PARTS: dict[str, Callable[..., Any]] = {
+    "diagonal": lambda a, offset=0, dim1=0, dim2=1: np.diagonal(a, offset, dim1, dim2),
+    "select": lambda a, dim, index: a[_at(a.ndim, dim, index)],
+    "slice": lambda a, dim=0, start=None, end=None, step=1: a[_at(a.ndim, dim, slice(start, end, step))],
+}
 
 
-def _select(code: Code, shape: Shape, a: np.ndarray, dim: int, index: int) -> np.ndarray:
-    return filled(a[_at(a.ndim, dim, index)])
+def _shown(part: Callable[..., Any]) -> Callable:
+    return lambda code, shape, a, *where, **named: filled(part(a, *where, **named))
+
+
+def _replaced(part: Callable[..., Any]) -> Callable:
+    def rule(code: Code, shape: Shape, a: np.ndarray, source: np.ndarray, *where: Any, **named: Any) -> np.ndarray:
+        result = a.copy()
+        result.flat[part(np.arange(a.size).reshape(a.shape), *where, **named)] = source
+        return result
+
+    return rule
 
 
 def _split(
@@ -108,28 +121,16 @@ def _scatter(code: Code, shape: Shape, a: np.ndarray, dim: int, index: np.ndarra
     return result.reshape(shape)
 
 
-def _replaced(a: np.ndarray, source: np.ndarray, view: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """A copy of an array in which a part, as ``view`` shows it, is another."""
-    result = a.copy()
-    result.flat[view(np.arange(a.size).reshape(a.shape))] = source
-    return result
-
-
-def _slice_scatter(code: Code, shape: Shape, a, source, dim: int = 0, start=None, end=None, step: int = 1):
-    return _replaced(a, source, lambda x: x[_at(x.ndim, dim, slice(start, end, step))])
-
-
 def _pad(code: Code, shape: Shape, a: np.ndarray, pad: Sequence[int], value: Scalar = 0) -> np.ndarray:
     pairs = [(before, after) for before, after in zip(pad[::2], pad[1::2], strict=True)][::-1]
     pairs = [(0, 0)] * (a.ndim - len(pairs)) + pairs  # the last dimension comes first
-    kept = tuple(
-        slice(max(-before, 0), size - max(-after, 0)) for size, (before, after) in zip(a.shape, pairs, strict=True)
-    )
+
+    def inner(shape: Shape, sign: int) -> tuple[slice, ...]:
+        sizes = zip(shape, pairs, strict=True)
+        return tuple(slice(max(sign * before, 0), size - max(sign * after, 0)) for size, (before, after) in sizes)
+
     result = np.full(shape, value, dtype=object)
-    inner = tuple(
-        slice(max(before, 0), size - max(after, 0)) for size, (before, after) in zip(shape, pairs, strict=True)
-    )
-    result[inner] = a[kept]
+    result[inner(shape, 1)] = a[inner(a.shape, -1)]  # negative ones cut
     return result
 
 
@@ -279,6 +280,8 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_SAME_NUMBERS, lambda code, shape, a, *_, **__: a.reshape(shape)),
     **dict.fromkeys(("index", "_unsafe_index"), lambda code, shape, a, indices: a[_places(indices)].reshape(shape)),
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
+    **{name: _shown(part) for name, part in _PARTS.items()},
+    **{f"{name}_scatter": _replaced(part) for name, part in _PARTS.items()},
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_ADDED_PRODUCTS, _added_product),
     **dict.fromkeys(
@@ -299,10 +302,6 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "constant_pad_nd": _pad,
     "cumprod": _running(Code.mul),
     "cumsum": _running(Code.add),
-    "diagonal": lambda code, shape, a, offset=0, dim1=0, dim2=1: np.diagonal(a, offset, dim1, dim2),
-    "diagonal_scatter": lambda code, shape, a, source, offset=0, dim1=0, dim2=1: _replaced(
-        a, source, lambda x: np.diagonal(x, offset, dim1, dim2)
-    ),
     "expand": lambda code, shape, a, *_, **__: np.broadcast_to(a, shape),
     "eye": lambda code, shape, *_, **__: np.eye(*shape, dtype=int).astype(object),
     "flip": lambda code, shape, a, dims: np.flip(a, dims),
@@ -324,12 +323,6 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "scalar_tensor": lambda code, shape, value, **_: filled(value),
     "scatter": _scatter,
     "scatter_add": lambda code, shape, a, dim, index, source: _scatter(code, shape, a, dim, index, source, add=True),
-    "select": _select,
-    "select_scatter": lambda code, shape, a, source, dim, index: _replaced(
-        a, source, lambda x: x[_at(x.ndim, dim, index)]
-    ),
-    "slice": _slice,
-    "slice_scatter": _slice_scatter,
     "stack": lambda code, shape, tensors, dim=0: np.stack(tensors, dim),
     "std": _reduction(_std),
     "std_mean": _both_results(_std, _mean),
@@ -338,7 +331,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "transpose": lambda code, shape, a, dim0, dim1: a.swapaxes(dim0, dim1),
     "tril": _triangle(np.tril),
     "triu": _triangle(np.triu),
-    "unbind": lambda code, shapes, a, dim=0: [_select(code, (), a, dim, index) for index in range(a.shape[dim])],
+    "unbind": lambda code, shapes, a, dim=0: [filled(each) for each in np.moveaxis(a, dim, 0)],
     "var": _reduction(_var),
     "var_mean": _both_results(_var, _mean),
 }

@@ -164,9 +164,8 @@ def _written(name: str, source: str) -> Path:
         path = folder / f"{name}.py"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if (
-                folder.stat().st_uid != os.getuid()
-            ):  # who owns it may change what is imported, whatever it held when it was looked at
+            # Who owns it may change what is imported, whatever it held when it was looked at.
+            if folder.stat().st_uid != os.getuid():
                 raise PermissionError(f"{folder} belongs to another user")
             if path.is_file() and path.read_text() == source:
                 return path

@@ -181,38 +181,26 @@ def _place_only(extreme: Callable) -> Callable:
     return decompose
 
 
-def _gates(inputs: Tensor, hidden: Tensor, bias: Tensor | None, hidden_bias: Tensor | None, count: int):
+def _gates(
+    count: int, inputs: Tensor, hidden: Tensor, bias: Tensor | None = None, hidden_bias: Tensor | None = None
+) -> tuple[Any, Any]:
     """Of a recurrent cell what comes from its inputs and from its state, [..., count H] each, gate by gate."""
     inputs = inputs if bias is None else inputs + bias
     hidden = hidden if hidden_bias is None else hidden + hidden_bias
     return inputs.chunk(count, -1), hidden.chunk(count, -1)
 
 
-def _thnn_fused_gru_cell(
-    input_gates: Tensor,
-    hidden_gates: Tensor,
-    hx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _thnn_fused_gru_cell(inputs: Tensor, hidden: Tensor, hx: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
     """What ``nn.GRUCell`` is on a GPU: the next state, and what a kernel for its derivatives would need."""
-    (a_reset, a_keep, a_new), (b_reset, b_keep, b_new) = _gates(input_gates, hidden_gates, input_bias, hidden_bias, 3)
+    (a_reset, a_keep, a_new), (b_reset, b_keep, b_new) = _gates(3, inputs, hidden, *biases)
     reset, keep = (a_reset + b_reset).sigmoid(), (a_keep + b_keep).sigmoid()
     new = (a_new + reset * b_new).tanh()
     return new + keep * (hx - new), torch.cat((reset, keep, new, hx, b_new), -1)
 
 
-def _thnn_fused_lstm_cell(
-    input_gates: Tensor,
-    hidden_gates: Tensor,
-    cx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _thnn_fused_lstm_cell(inputs: Tensor, hidden: Tensor, cx: Tensor, *biases: Tensor | None) -> tuple[Tensor, ...]:
     """What ``nn.LSTMCell`` is on a GPU."""
-    take, keep, new, show = (
-        a + b for a, b in zip(*_gates(input_gates, hidden_gates, input_bias, hidden_bias, 4), strict=True)
-    )
+    take, keep, new, show = (a + b for a, b in zip(*_gates(4, inputs, hidden, *biases), strict=True))
     take, keep, new, show = take.sigmoid(), keep.sigmoid(), new.tanh(), show.sigmoid()
     cell = keep * cx + take * new
     return show * cell.tanh(), cell, torch.cat((take, keep, new, show), -1)

@@ -190,9 +190,14 @@ def _needed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     return needed
 
 
+def is_mutation(node: torch.fx.Node) -> bool:
+    """Whether an operation works in place."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def _changes_what_others_see(node: torch.fx.Node) -> bool:
     """Whether an operation works in place, other than on a new tensor that nobody else uses, as some of PyTorch's own formulas do."""
-    if not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
+    if not is_mutation(node):
         return False
     changed = node.args[0]
     if not (isinstance(changed, torch.fx.Node) and isinstance(changed.target, torch._ops.OpOverload)):

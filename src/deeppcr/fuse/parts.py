@@ -234,10 +234,8 @@ def _seen_through(node: fx.Node, shape: tuple[int, ...], *, flat: bool) -> tuple
             continue
         first = int(places.reshape(-1)[0])
         strides = tuple(
-            [
-                int(places.select(dim, 1).reshape(-1)[0]) - first if size > 1 else 1
-                for dim, size in enumerate(places.shape)
-            ]
+            int(places.select(dim, 1).reshape(-1)[0]) - first if size > 1 else 1
+            for dim, size in enumerate(places.shape)
         )
         regular = torch.full_like(places, first)
         for dim, (size, stride) in enumerate(zip(places.shape, strides, strict=True)):

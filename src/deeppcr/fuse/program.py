@@ -128,9 +128,8 @@ class Program:
 
     def _run(self, graph: fx.GraphModule, state: list[np.ndarray]) -> list[Scalar]:
         """The numbers of the state that a graph of (state, leaves) gives."""
-        return [
-            scalar for array in self._evaluate(graph, state) for scalar in np.asarray(array, dtype=object).reshape(-1)
-        ]
+        arrays = self._evaluate(graph, state)
+        return [scalar for array in arrays for scalar in np.asarray(array, dtype=object).reshape(-1)]
 
     def _evaluate(self, graph: fx.GraphModule, state: list[np.ndarray]) -> list[np.ndarray]:
         def constants(name: str) -> np.ndarray:
@@ -138,28 +137,20 @@ class Program:
 
         if not self.elementwise:
             return evaluate(graph.graph, [*state, *self._leaf_arrays], constants, self.code)
-        return _evaluate_channel(graph, [array.item() for array in (*state, *self._leaf_arrays)], self.code)
+        # One channel of an elementwise graph: all tensors are one number.
+        inputs = (array.item() for array in (*state, *self._leaf_arrays))
+        found = interpreted(graph.graph, inputs, lambda name: _only(getattr(graph, name)), self._channel_of)
+        return [np.array(each, dtype=object) for each in found]
 
-
-def _evaluate_channel(graph: fx.GraphModule, inputs: list[Scalar], code: Code) -> list[np.ndarray]:
-    """One channel of an elementwise graph: all tensors are one number."""
-
-    def call(node: fx.Node, arguments: Any, _: Any) -> Scalar:
-        return _channel_of(node, arguments, code)
-
-    found = interpreted(graph.graph, inputs, lambda name: _only(getattr(graph, name)), call)
-    return [np.array(each, dtype=object) for each in found]
-
-
-def _channel_of(node: fx.Node, arguments: Any, code: Code) -> Scalar:
-    name = node.name if not isinstance(node.target, torch._ops.OpOverload) else node.target.overloadpacket.__name__
-    if is_pointwise(node):
-        return pointwise(node, list(arguments), code)
-    if name in _SHAPES:
-        return arguments[0]
-    if name in ONE_NUMBER:
-        return ONE_NUMBER[name](arguments)
-    raise NotCovered(f"{node.target} in an elementwise step is not covered")
+    def _channel_of(self, node: fx.Node, arguments: Any, _: Any) -> Scalar:
+        name = node.name if not isinstance(node.target, torch._ops.OpOverload) else node.target.overloadpacket.__name__
+        if is_pointwise(node):
+            return pointwise(node, list(arguments), self.code)
+        if name in _SHAPES:
+            return arguments[0]
+        if name in ONE_NUMBER:
+            return ONE_NUMBER[name](arguments)
+        raise NotCovered(f"{node.target} in an elementwise step is not covered")
 
 
 #: What only changes the shape of a tensor, all of whose numbers are those of one channel.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from .expressions import Code, NotCovered, Scalar, Value, is_number, kind_of
 
@@ -43,10 +44,7 @@ def _div(code: Code, a: Scalar, b: Scalar, *, rounding_mode: str | None = None) 
 def _signs_differ(code: Code, rest: Scalar, b: Scalar) -> Scalar:
     """Whether a remainder is not 0, and has not the sign of the divisor."""
     negative, divisor_negative = code.compare("<", rest, 0), code.compare("<", b, 0)
-    differ = code.either(
-        code.both(negative, code.invert(divisor_negative)), code.both(code.invert(negative), divisor_negative)
-    )
-    return code.both(code.compare("!=", rest, 0), differ)
+    return code.both(code.compare("!=", rest, 0), _exclusive(code, negative, divisor_negative))
 
 
 def _remainder(code: Code, a: Scalar, b: Scalar) -> Scalar:
@@ -97,15 +95,7 @@ def _pow(code: Code, a: Scalar, b: Scalar) -> Scalar:
     return code.call("pow", a, b)
 
 
-def _maximum(code: Code, a: Scalar, b: Scalar) -> Scalar:
-    return _extreme(code, ">", a, b)
-
-
-def _minimum(code: Code, a: Scalar, b: Scalar) -> Scalar:
-    return _extreme(code, "<", a, b)
-
-
-def _extreme(code: Code, sign: str, a: Scalar, b: Scalar) -> Scalar:
+def _extreme(sign: str, code: Code, a: Scalar, b: Scalar) -> Scalar:
     """The one of two that is larger or smaller; NaN if one is NaN."""
     a, b = code.promote(a, b)
     if is_number(a):
@@ -113,6 +103,9 @@ def _extreme(code: Code, sign: str, a: Scalar, b: Scalar) -> Scalar:
     if is_number(b) and b == b:  # only ``a`` may be NaN
         return code.where(code.compare(sign, b, a), b, a)
     return code.where(code.either(code.compare(sign, a, b), _isnan(code, a)), a, b)
+
+
+_maximum, _minimum = partial(_extreme, ">"), partial(_extreme, "<")
 
 
 def _clamp(code: Code, a: Scalar, min: Scalar | None = None, max: Scalar | None = None) -> Scalar:

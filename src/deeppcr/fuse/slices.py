@@ -55,8 +55,10 @@ class _Rewriter:
             node.meta["val"] = target(*values, **options)
         return node
 
-    def slice(self, before: fx.Node, node: fx.Node, dim: int, start: int, end: int) -> fx.Node:
-        if (start, end) == (0, _value(node).shape[dim]):
+    def slice(self, before: fx.Node, node: fx.Node, dim: int, start: int, end: int, ndim: int = 0) -> fx.Node:
+        """Of a tensor that is broadcast to ``ndim`` dimensions, what meets a slice."""
+        dim -= max(0, ndim - _value(node).ndim)
+        if dim < 0 or (start, end) == (0, _value(node).shape[dim]) or (ndim and _value(node).shape[dim] == 1):
             return node
         return self.make(before, _aten.slice.Tensor, node, dim, start, end)
 
@@ -105,31 +107,22 @@ def _without_slice(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
     if source.op != "call_function":
         return None
 
-    def cut(each: fx.Node, at: int) -> fx.Node:
-        return rewriter.slice(node, each, at, start, end)
+    def cut(each: fx.Node, at: int, broadcast: bool = False) -> fx.Node:
+        return rewriter.slice(node, each, at, start, end, _value(source).ndim if broadcast else 0)
 
-    if source.target is _aten.mm.default:
-        a, b = _nodes(source)
-        return rewriter.make(node, _aten.mm.default, *((cut(a, 0), b) if dim == 0 else (a, cut(b, 1))))
-    if source.target is _aten.addmm.default:
-        start_from, a, b = _nodes(source)
-        more = _cut_broadcast(rewriter, node, start_from, dim, _value(source).ndim, start, end)
-        return rewriter.make(
-            node, _aten.addmm.default, more, *((cut(a, 0), b) if dim == 0 else (a, cut(b, 1))), **source.kwargs
-        )
+    if source.target in (_aten.mm.default, _aten.addmm.default):
+        *added, a, b = _nodes(source)
+        more = [cut(each, dim, broadcast=True) for each in added]
+        factors = (cut(a, 0), b) if dim == 0 else (a, cut(b, 1))
+        return rewriter.make(node, source.target, *more, *factors, **source.kwargs)
     if source.target is _aten.permute.default:
         (inner,), dims = _nodes(source), source.args[1]
         return rewriter.make(node, _aten.permute.default, cut(inner, dims[dim] % _value(inner).ndim), dims)  # pyright: ignore
     if source.target is _aten.cat.default:
         return _part_of_cat(source, dim, start, end)
     if is_pointwise(source):
-        ndim = _value(source).ndim
-        args = [
-            _cut_broadcast(rewriter, node, each, dim, ndim, start, end)
-            if isinstance(each, fx.Node) and isinstance(each.meta.get("val"), Tensor)
-            else each
-            for each in source.args
-        ]
+        tensors = {each for each in _nodes(source) if isinstance(each.meta.get("val"), Tensor)}
+        args = [cut(each, dim, broadcast=True) if each in tensors else each for each in source.args]
         return rewriter.make(node, source.target, *args, **source.kwargs)  # pyright: ignore[reportArgumentType]
     return None
 
@@ -140,16 +133,6 @@ def _bounds(node: fx.Node) -> tuple[fx.Node, int, int, int]:
     dim = int(dim) % _value(source).ndim  # pyright: ignore[reportArgumentType]
     first, last, _ = slice(start, end).indices(_value(source).shape[dim])  # pyright: ignore[reportArgumentType]
     return source, dim, first, last
-
-
-def _cut_broadcast(
-    rewriter: _Rewriter, before: fx.Node, node: fx.Node, dim: int, ndim: int, start: int, end: int
-) -> fx.Node:
-    """Of a tensor that is broadcast to ``ndim`` dimensions, what meets a slice."""
-    at = dim - (ndim - _value(node).ndim)
-    if at < 0 or _value(node).shape[at] == 1:
-        return node
-    return rewriter.slice(before, node, at, start, end)
 
 
 def _part_of_cat(source: fx.Node, dim: int, start: int, end: int) -> fx.Node | None:
@@ -178,11 +161,8 @@ def _without_cat(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
         total, at = None, 0
         for part in args[0]:
             size = _value(part).shape[dim]
-            pair = (
-                (part, rewriter.slice(node, b, 0, at, at + size))
-                if dim
-                else (rewriter.slice(node, a, 1, at, at + size), part)
-            )
+            beside = rewriter.slice(node, b if wide is a else a, 1 - dim, at, at + size)
+            pair = (part, beside) if wide is a else (beside, part)
             term = rewriter.make(node, _aten.mm.default, *pair)
             total = term if total is None else rewriter.make(node, _aten.add.Tensor, total, term)
             at += size

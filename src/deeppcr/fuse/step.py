@@ -108,9 +108,8 @@ class FusedStep:
             if self.only_loop:
                 return Kind(length, length, gave_up=True, patience=sys.maxsize)
             first = self._first_chunk(length, local) if isinstance(chunk, str) else min(chunk, length)
-            found = Kind(
-                length, first, int(program.parts.tiled)
-            )  # a roll-out without tangents is a guess that costs little
+            # A roll-out without tangents is a guess that costs little.
+            found = Kind(length, first, int(program.parts.tiled))
         return found
 
     def leave_to_loop(self) -> None:

@@ -61,10 +61,8 @@ def combined(tiles: Tiles, name: str, shape: Shape, args: list[Any]) -> Combinat
     if name == "where" and not tangents[0]:
         if not all(has_lead(each) or _is_zero(each) for each in args[1:]):
             return None
-        parts = [
-            _chosen(tiles, tiles.tile(args[0]), each, shape, yes)
-            for each, yes in zip(args[1:], (True, False), strict=True)
-        ]
+        condition, choices = tiles.tile(args[0]), zip(args[1:], (True, False), strict=True)
+        parts = [_chosen(tiles, condition, each, shape, yes) for each, yes in choices]
         return _summed(tiles, parts, [1.0, 1.0], shape)
     return None
 

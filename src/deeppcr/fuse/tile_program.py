@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -64,9 +65,7 @@ class TileProgram:
         self.code: Code = Code()
         self.tiles: Tiles = Tiles(self.code, self.lead)
         self.shapes: list[tuple[int, ...]] = [tuple(shape) for shape in layout.shapes]
-        self.begins: list[int] = [
-            sum(shape.numel() for shape in layout.shapes[:at]) for at in range(len(layout.shapes))
-        ]
+        self.begins: list[int] = [0, *accumulate(shape.numel() for shape in layout.shapes[:-1])]
         self.numbers: int = sum(math.prod(map(padded, leaf.shape)) for leaf in self.leaves)
         if self.numbers > _MOST_READ:
             raise NotCovered(
@@ -74,9 +73,7 @@ class TileProgram:
             )
         self.reads: list[Read] = [self._read(at, leaf) for at, leaf in enumerate(self.leaves)]
         self.states: list[Tile] = self._of_state("z")
-        self.values: list[Tile] = evaluate(
-            values_graph(parts, self.dtype), [*self._with_rows(self.states), *self._read_tiles], self.tiles
-        )
+        self.values: list[Tile] = self._evaluate(values_graph(parts, self.dtype), [])
         if any(isinstance(tile.value, Value) and tile.value.kind != "real" for tile in self.values):
             raise NotCovered("a state that is not floating is not covered")
 

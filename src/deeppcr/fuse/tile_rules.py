@@ -61,9 +61,8 @@ def _variance(tiles: Tiles, a: Tile, dim: Any, correction: float | None, shape: 
     mean = _divided(tiles, tiles.reduced(a, _dims(dim), _kept(a, dim)), count)
     away = tiles.code.sub(a.value, tiles.spread(mean, a.shape, a.lead))
     squares = Tile(tiles.code.mul(away, away), a.shape, a.lead)
-    return _divided(
-        tiles, tiles.reduced(squares, _dims(dim), shape), max(count - (1 if correction is None else correction), 0)
-    )
+    freedom = max(count - (1 if correction is None else correction), 0)
+    return _divided(tiles, tiles.reduced(squares, _dims(dim), shape), freedom)
 
 
 def _var(
@@ -87,9 +86,8 @@ def _extreme(function: str, neutral: float) -> Callable:
         code = tiles.code
         wrong = replace(a, value=code.cast(code.compare("!=", a.value, a.value), "real"), clean=False)
         any_wrong = tiles.reduced(wrong, _dims(dim), _shape_of(node), "max", 0.0)
-        return replace(
-            found, value=code.where(code.compare(">", any_wrong.value, 0.0), math.nan, found.value), clean=False
-        )
+        value = code.where(code.compare(">", any_wrong.value, 0.0), math.nan, found.value)
+        return replace(found, value=value, clean=False)
 
     return rule
 

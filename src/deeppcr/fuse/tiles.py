@@ -292,13 +292,10 @@ class Tiles:
         index = code.emit(f"tl.minimum(tl.maximum({index.name}, 0), {padded(size) - 1})", "int", index)
         dims = self.dims(tile)
         dims[at] = str(padded(count))
-        spots = [":" if i == at else "None" for i in range(len(dims))]
-        places = index if len(dims) == 1 else self._indexed(index, spots)
-        wide = (
-            places
-            if len(dims) == 1
-            else code.emit(f"tl.broadcast_to({places.name}, ({', '.join(dims)},))", "int", places)
-        )
+        wide = index
+        if len(dims) > 1:
+            places = self._indexed(index, [":" if i == at else "None" for i in range(len(dims))])
+            wide = code.emit(f"tl.broadcast_to({places.name}, ({', '.join(dims)},))", "int", places)
         assert isinstance(tile.value, Value)
         value = code.emit(
             f"tl.gather({tile.value.name}, tl.cast({wide.name}, tl.int32), {at})", tile.value.kind, tile.value, wide

@@ -26,7 +26,7 @@ from ..runtime import as_written
 from ..sequence.evaluate import first_line
 from ..sequence.layout import Layout
 from .expressions import NotCovered
-from .operations import DECOMPOSITIONS, check_dtypes
+from .operations import DECOMPOSITIONS, check_dtypes, is_mutation
 
 #: Of whoever traces or writes code, one at a time: PyTorch keeps the table of decompositions in a global variable.
 TRACING = threading.RLock()
@@ -189,7 +189,7 @@ def _traced(call: Callable, layout: Layout, given: list[Tensor]) -> OneRow:
     with _quietly():
         has_rows = _which_have_rows(lambda rows: function(*state, *stand_ins(rows)), state, outside, batch)
     traced = _without_mutations(function, *state, *stand_ins(has_rows))
-    if any(_is_mutation(node) for node in traced.graph.nodes):
+    if any(is_mutation(node) for node in traced.graph.nodes):
         # Of PyTorch's own formulas some (of a GRU's cell) change tensors in place, which shows once they are taken apart.
         traced = _without_mutations(traced, *state, *stand_ins(has_rows))
     _tidy(traced)
@@ -204,10 +204,6 @@ def _without_mutations(function: Callable, *stand_ins: Tensor) -> fx.GraphModule
     allowed = torch._dynamo.config.patch(error_on_nested_fx_trace=False) if compiles else nullcontext()
     with as_written(), allowed:
         return make_fx(functional, decomposition_table=DECOMPOSITIONS, tracing_mode="fake")(*stand_ins)
-
-
-def _is_mutation(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _which_have_rows(

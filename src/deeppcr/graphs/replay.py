@@ -62,11 +62,9 @@ class Recording:
         self._ends = torch.empty(ends.shape, dtype=ends.dtype, device=ends.device)
         leaves, spec = pytree.tree_flatten(sequence.xs)
         self._xs = [torch.empty_like(_unexpanded(leaf)) for leaf in leaves if leaf is not None]
-        xs = (
-            pytree.tree_unflatten([a.expand(b.shape) for a, b in zip(self._xs, leaves, strict=True)], spec)
-            if self._xs
-            else None
-        )
+        xs = None
+        if self._xs:
+            xs = pytree.tree_unflatten([a.expand(b.shape) for a, b in zip(self._xs, leaves, strict=True)], spec)
         self._sequence = sequence.moved_to(self._initial, xs)
         self._verify = newton.jacobian.verifier(self._sequence)
         most = max(_MOST_ITERATIONS, self._fixed or 0)

@@ -41,7 +41,7 @@ class DiagonalJacobian(Jacobian):
         if not sequence.verify_once():
             values, pushed = sequence.push(previous, self._tangents(layout), steps)
             return values, self._blocks(pushed, parts)
-        values, blocks, wrong = self._compare(sequence, previous, steps, self._signs(layout))
+        values, blocks, wrong = self._compare(sequence, previous, steps, _signs(layout))
         if wrong.any():
             element = int(wrong.any(0).any(0).nonzero()[0]) // parts
             raise StepError(
@@ -75,7 +75,7 @@ class DiagonalJacobian(Jacobian):
 
     def verifier(self, sequence: Sequence) -> Callable[[Tensor, range], Tensor]:
         sequence.verify_once()
-        signs = self._signs(sequence.layout)
+        signs = _signs(sequence.layout)
         return lambda previous, steps: self._compare(sequence, previous, steps, signs)[2]
 
     def contradiction(self, sequence: Sequence, index: int, state: Tensor, true: Tensor, rounding: float) -> str | None:
@@ -88,10 +88,6 @@ class DiagonalJacobian(Jacobian):
             f"DiagonalJacobian is claimed, but at step {index + 1} element {row} of the result depends on element {column} of the "
             f"state (derivative {float(off.max()):.2g}). Use HutchinsonJacobian() or DenseJacobian()"
         )
-
-    @staticmethod
-    def _signs(layout: Layout) -> Tensor:
-        return _signs((1, 1, layout.rows, layout.width), layout, 0)
 
     @classmethod
     def _compare(
@@ -131,9 +127,7 @@ class HutchinsonJacobian(Jacobian):
             raise ValueError(f"samples: expected a whole number from 1, got {self.samples!r}")
 
     def evaluate(self, sequence: Sequence, previous: Tensor, steps: range) -> tuple[Tensor, Diagonal]:
-        layout = sequence.layout
-        shape = (1, self.samples, layout.rows, layout.width)
-        signs = _signs(shape, layout, self.seed)
+        signs = _signs(sequence.layout, self.samples, self.seed)
         values, pushed = sequence.push(previous, signs, steps)
         return values, Diagonal((signs * pushed).mean(1))
 
@@ -174,7 +168,9 @@ class DiagonalPart(Jacobian):
         return torch.cat(values), Diagonal(torch.cat(diagonals))
 
 
-def _signs(shape: tuple[int, ...], layout: Layout, seed: int) -> Tensor:
+def _signs(layout: Layout, count: int = 1, seed: int = 0) -> Tensor:
+    """[1, count, B, D], random."""
+    shape = 1, count, layout.rows, layout.width
     generator = torch.Generator("cpu").manual_seed(seed)  # on the CPU, so that every device sees the same signs
     signs = torch.randint(0, 2, shape, generator=generator, device="cpu").mul_(2).sub_(1)
     return signs.to(layout.device, layout.dtype)

@@ -114,7 +114,6 @@ def solve_over(
     solver: LinearSolver,
     *,
     reverse: bool = False,
-    refined: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Solve this rank's part of the system.
 
@@ -123,21 +122,20 @@ def solve_over(
         blocks, rhs: of this rank's steps; aligned, in float32 or better
         initial: [*batch, D], what the first rank starts from; the same on all
         extra: [*batch, D], is added to what this rank hands on
-        refined: what products of blocks lost is given back
 
     Returns:
         the states [L, *batch, D], what this rank started from and what it hands on [*batch, D]
     """
 
     def found(entry: Tensor) -> tuple[Tensor, Tensor]:
-        states = solve_local(blocks, rhs, entry, solver, reverse, refined)
+        states = solve_local(blocks, rhs, entry, solver, reverse, refined=True)
         return states, ((states[0] if reverse else states[-1]) if len(states) else entry) + extra
 
     own = Map.of(blocks, rhs, reverse=reverse)
     entry = entry_of(ranks, Map(own.block, own.term + extra), initial)
     states, handed = found(entry)
     before = math.inf
-    for _ in range(ranks.count + 1 if refined and ranks.count > 1 else 0):
+    for _ in range(ranks.count + 1 if ranks.count > 1 else 0):
         # Products of blocks lose digits, or overflow, which steps do not: then the next rank began elsewhere than it was handed.
         begun = ranks.reversed().shifted(entry)
         missed = torch.zeros_like(entry) if begun is None else handed - begun
@@ -193,16 +191,9 @@ class SolveOver(torch.autograd.Function):
         data, states, entry = ctx.saved_tensors
         blocks, ranks, reverse = ctx.structure(data), ctx.ranks, ctx.reverse
         transposed = blocks.adjoint()
-        pulled, handed = SolveOver.apply(
-            transposed.data,
-            transposed.apply(grad) if len(grad) else grad,
-            torch.zeros_like(grad_entry),
-            grad_entry,
-            ctx.structure,
-            ctx.solver,
-            not reverse,
-            ranks.reversed(),
-        )  # type: ignore[misc]
+        terms = transposed.apply(grad) if len(grad) else grad
+        system = transposed.data, terms, torch.zeros_like(grad_entry), grad_entry
+        pulled, handed = SolveOver.apply(*system, ctx.structure, ctx.solver, not reverse, ranks.reversed())  # type: ignore[misc]
         if reverse:
             adjoint = grad + torch.cat([handed.unsqueeze(0), pulled])[:-1]
             starts = torch.cat([states, entry.unsqueeze(0)])[1:]

@@ -15,9 +15,8 @@ from .fused import Fused, layout_of
 from .operator import has_operator, solve_by_operator
 from .sharded import SolveOver, facts_of, solve_over
 from .solver import LinearSolver
-from .system import solution, solve_system, with_initial
+from .system import HALF, in_full, solution, solve_system, with_initial
 
-_HALF = (torch.bfloat16, torch.float16)
 _COMPLEX = (torch.complex64, torch.complex128)
 _PLAIN = (Tensor, torch.nn.Parameter)  # whose numbers lie in memory as they are
 _MOST = 4096
@@ -150,10 +149,9 @@ def solve_coupled(
     if torch.is_autocast_enabled(rhs.device.type):  # see ``solve``
         with torch.autocast(rhs.device.type, enabled=False):
             return solve_coupled(couplings, rhs, reverse=reverse, solver=solver, look=look, refined=refined)
-    if rhs.dtype in _HALF:
-        full = type(couplings)(couplings.data.float())
-        found = solve_coupled(full, rhs.float(), reverse=reverse, solver=solver, look=look, refined=refined)
-        return found.to(rhs.dtype)
+    if rhs.dtype in HALF:
+        full = in_full(couplings, rhs)
+        return solve_coupled(*full, reverse=reverse, solver=solver, look=look, refined=refined).to(rhs.dtype)
     compiling = torch.compiler.is_compiling()
     if compiling and look and has_operator(couplings, solver):  # of any length, 1 included: no graph depends on it
         return solve_by_operator(couplings, rhs, solver, reverse, refined)
@@ -206,9 +204,8 @@ def _in_full(
     blocks: Blocks, rhs: Tensor, initial: Tensor | None, batch: torch.Size
 ) -> tuple[Blocks, Tensor, Tensor | None]:
     """In float32 at least, from here on, so that the initial state is not rounded once more; and with all batch dimensions."""
-    if rhs.dtype in _HALF:
-        blocks, rhs = type(blocks)(blocks.data.float()), rhs.float()
-        initial = initial.float() if initial is not None else None
+    blocks, rhs = in_full(blocks, rhs)
+    initial = None if initial is None else initial.to(rhs.dtype)
     if rhs.shape[1:-1] != batch:
         rhs = rhs[(slice(None), *(None,) * (len(batch) - rhs.ndim + 2))]
         rhs = rhs.expand(rhs.shape[0], *batch, rhs.shape[-1])
@@ -229,9 +226,7 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None, least: int = 1) 
             f"blocks: expected linear.Dense, Diagonal, BlockDiagonal or Scalar around a tensor, got {type(blocks).__name__}"
         )
     data = blocks.data
-    given = (
-        (("rhs", rhs), ("blocks", data)) if initial is None else (("rhs", rhs), ("blocks", data), ("initial", initial))
-    )
+    given = [("rhs", rhs), ("blocks", data), *([] if initial is None else [("initial", initial)])]
     for name, tensor in given:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")

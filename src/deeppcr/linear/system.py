@@ -12,12 +12,20 @@ from .blocks import Blocks
 from .refine import refine
 from .solver import ForwardSubstitution, LinearSolver
 
+#: Products of blocks are no place for a lower precision than float32.
+HALF = (torch.bfloat16, torch.float16)
+
 
 def solve_system(couplings: Blocks, rhs: Tensor, solver: LinearSolver, reverse: bool, refined: bool = True) -> Tensor:
     """``_Solve``, with autograd's bookkeeping only where somebody needs it: it takes longer than a small system."""
     if is_observed(couplings.data, rhs):
         return _Solve.apply(couplings.data, rhs, type(couplings), solver, reverse, refined)
     return solution(couplings, rhs, solver, reverse, refined)
+
+
+def in_full(blocks: Blocks, rhs: Tensor) -> tuple[Blocks, Tensor]:
+    """In float32 at least."""
+    return (type(blocks)(blocks.data.float()), rhs.float()) if rhs.dtype in HALF else (blocks, rhs)
 
 
 def with_initial(blocks: Blocks, rhs: Tensor, initial: Tensor | None, reverse: bool) -> tuple[Blocks, Tensor]:
@@ -101,13 +109,12 @@ class _Solve(torch.autograd.Function):
             with torch.autocast(grad.device.type, enabled=False):
                 return _Solve.backward(ctx, grad)
         data, states = ctx.saved_tensors
-        of_data, of_rhs = pull_back(
-            ctx.structure(data),
-            states,
-            ctx.reverse,
-            lambda couplings: solve_system(couplings, grad, ctx.solver, not ctx.reverse),
-            ctx.needs_input_grad[0],
-        )
+
+        def solve_adjoint(couplings: Blocks) -> Tensor:
+            return solve_system(couplings, grad, ctx.solver, not ctx.reverse)
+
+        couplings = ctx.structure(data)
+        of_data, of_rhs = pull_back(couplings, states, ctx.reverse, solve_adjoint, ctx.needs_input_grad[0])
         return of_data, of_rhs, None, None, None, None
 
     @staticmethod

@@ -98,10 +98,8 @@ class Trajectory(Guess):
         if not fits or [tuple(leaf.shape) for leaf in leaves] != expected:
             wanted = ", ".join(map(str, map(list, expected)))
             raise ValueError(f"guess: expected states of shape {wanted}, got {describe(self.trajectory)}")
-        if (
-            any(each.device != layout.device for each in leaves)
-            or tuple(each.dtype for each in leaves) != layout.dtypes
-        ):
+        elsewhere = any(each.device != layout.device for each in leaves)
+        if elsewhere or tuple(each.dtype for each in leaves) != layout.dtypes:
             wanted = ", ".join(dict.fromkeys(map(str, layout.dtypes)))
             raise TypeError(f"guess: expected {wanted} on {layout.device}, got {describe(self.trajectory)}")
         picked = [leaf.detach()[steps.start : steps.stop : steps.step] for leaf in leaves]

@@ -5,7 +5,7 @@ Shapes: L steps in N chunks of C, B rows, D the packed state. The unknowns are t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,18 @@ class Outcome:
         """Of states that no iteration has found: how all rows end, how many they are, and how many of their steps are exact."""
         nothing = torch.zeros(rows, dtype=torch.long, device=states.device)
         return Outcome(states, [result] * rows, nothing, nothing + exact, torch.zeros(0, rows, device=states.device))
+
+    def marked(self, otherwise: Result, at: Tensor) -> Outcome:
+        """Rows that failed are NON_FINITE where the loop's states say so, ``otherwise`` where they do not.
+
+        Args:
+            at: [B], the first step after which they are not finite, or -1
+        """
+        results = [
+            result if not result.failed and result is not otherwise else Result.NON_FINITE if index >= 0 else otherwise
+            for result, index in zip(self.results, at.tolist(), strict=True)
+        ]
+        return replace(self, results=results, exact_steps=torch.where(at >= 0, at, self.exact_steps))
 
     @staticmethod
     def of(states: Tensor, run: Safeguarded[Any]) -> Outcome:
@@ -223,8 +235,7 @@ class Iteration(Certified[Progress]):
 
     def solve(self, blocks: Blocks, residual: Tensor) -> Tensor:
         couplings = blocks[1:]
-        self.linear, why = self.newton.linear.choose(couplings)
-        self.plan.linear = f"{self.linear} ({why})" if why else str(self.linear)
+        self.linear = self.choose(couplings)
         # Not refined: the next iteration starts from the residual that is left, and so is the refinement.
         return solve_coupled(couplings, residual, reverse=False, solver=self.linear, look=self.looks, refined=False)
 
@@ -290,11 +301,9 @@ def _memory_message(sequence: Sequence, chunk: int) -> str:
 
     larger = min(16 * chunk, length)
     elementwise = 4 * length * layout.rows * layout.width * layout.dtype.itemsize / 2**30
-    free = (
-        f" ({torch.cuda.mem_get_info(layout.device)[0] / 2**30:.2f} GiB are free)"
-        if layout.device.type == "cuda"
-        else ""
-    )
+    free = ""
+    if layout.device.type == "cuda":
+        free = f" ({torch.cuda.mem_get_info(layout.device)[0] / 2**30:.2f} GiB are free)"
     return (
         f"out of memory: {length} steps in chunks of {chunk}, {layout.rows} rows of width {layout.width}: dense blocks need "
         f"about {gigabytes(chunk)}{free}. With chunk={larger} they need {gigabytes(larger)}; DiagonalJacobian, "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..convergence import Progress
-from ..linear import Blocks
+from ..linear import Blocks, LinearSolver
 from ..solution import Plan, Result
 from ..tolerance import Bounds
 from .newton import Newton
@@ -113,6 +113,12 @@ class Safeguarded(Generic[_Progress]):
         if products is not None and not self.newton.quadratic:
             products = ANY_ROUNDING  # approximate ones do not tell that; what they find is certified by itself
         return self.progress.bounds(self.ends, self.before, self.first, products, self.scale())
+
+    def choose(self, couplings: Blocks) -> LinearSolver:
+        """Who solves for couplings; the plan says why."""
+        linear, why = self.newton.linear.choose(couplings)
+        self.plan.linear = f"{linear} ({why})" if why else str(linear)
+        return linear
 
     def correct(
         self, values: Tensor, blocks: Blocks, finite: Tensor, frozen: Tensor, next_exact: Tensor

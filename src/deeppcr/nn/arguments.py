@@ -44,16 +44,16 @@ def check_size(name: str, value: Any) -> int:
     return size
 
 
-def complaint_of(module: Any, input: Any, hx: Any) -> Exception | None:
-    """What is wrong with the arguments of a recurrent module; None where nothing is."""
+def complaint_of(module: Any, input: Any, hx: Any, least: int = 1) -> Exception | None:
+    """What is wrong with the arguments of a recurrent module, of so many steps at least; None where nothing is."""
     packed = isinstance(input, PackedSequence)
     x: Any = input.data if packed else input
     if not isinstance(x, Tensor):
         return TypeError(f"input: expected a tensor or a PackedSequence, got {type(input).__name__}")
     steps = 1 if x.ndim == 3 and module.batch_first else 0
-    if x.ndim not in ((2,) if packed else (2, 3)) or x.shape[-1] != module.input_size or not x.shape[steps]:
+    if x.ndim not in ((2,) if packed else (2, 3)) or x.shape[-1] != module.input_size or x.shape[steps] < least:
         wanted = "[B, T, {0}]" if module.batch_first else "[T, B, {0}]"
-        wanted = f"{wanted} or [T, {{0}}], T not 0".format(module.input_size)
+        wanted = f"{wanted} or [T, {{0}}]{', T not 0' if least else ''}".format(module.input_size)
         return ValueError(f"input: expected {wanted}, got {list(x.shape)}")
     weight = getattr(module, module._all_weights[0][0])
     if x.device != weight.device:

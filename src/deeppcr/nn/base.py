@@ -322,9 +322,8 @@ class Network(nn.Module):
         words = self._in_words(mode)
         if words is None or is_transformed():
             why = "a network with a warm start, settings or an activation of your own, or inside a transform, is no operator"
-            return outside_of_graph(self._run_eagerly, f"{why}: it runs in parallel by looking at values")(
-                hidden, mode, "", last
-            )
+            eagerly = outside_of_graph(self._run_eagerly, f"{why}: it runs in parallel by looking at values")
+            return eagerly(hidden, mode, "", last)
         return operator.run_in_graph(words, [hidden, self.weight, self.bias], last=last)[0]
 
     def _in_words(self, mode: Mode) -> str | None:

@@ -57,9 +57,8 @@ class Kind:
 
     @property
     def name(self) -> str:
-        return f"{self.activation}, width {self.padded}" + (
-            f", residual blocks of {self.skip}" if self.residual else ""
-        )
+        blocks = f", residual blocks of {self.skip}" if self.residual else ""
+        return f"{self.activation}, width {self.padded}{blocks}"
 
 
 #: The same work at the beginning and at the end of a measurement takes about as long, unless others use the device.
@@ -150,9 +149,8 @@ def measure(bench: Kernels, kind: Kind, width: int) -> Times:
     again = bench.loop(64, 1)
     if max(alone, again) > _BUSY * min(alone, again):
         raise RuntimeError("the device is busy with something else")
-    return Times(
-        *bench.host(), tuple(rows), _rising(block), tuple(programs), _rising(step), tuple(chunks), _rising(solve)
-    )
+    measured = tuple(rows), _rising(block), tuple(programs), _rising(step), tuple(chunks), _rising(solve)
+    return Times(*bench.host(), *measured)
 
 
 def _rising(values: list[float]) -> tuple[float, ...]:

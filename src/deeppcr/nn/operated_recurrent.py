@@ -121,7 +121,7 @@ class OperatedRecurrent(nn.Module):
 
         module._solve_steps = known
         start = tuple(leaf[0] for leaf in module._starts(hx, x.shape[1], x))
-        return module._solve(0, x, start, reset, None, module.newton, False)
+        return module._solve(0, x, start, reset, solver=module.newton)
 
     def _with(self, tensors: list[Tensor]) -> tuple[Any, Tensor, Any, Tensor | None]:
         """A module with these weights, and what to call it with."""

@@ -41,9 +41,8 @@ class Padding:
     def pad(self, data: Tensor) -> Tensor:
         """[S, F] to [T, N, F]"""
         rows = len(self.lengths)
-        return (
-            data.new_zeros(self.steps * rows, data.shape[-1]).index_copy(0, self.places, data).unflatten(0, (-1, rows))
-        )
+        flat = data.new_zeros(self.steps * rows, data.shape[-1]).index_copy(0, self.places, data)
+        return flat.unflatten(0, (-1, rows))
 
     def pack(self, padded: Tensor) -> Tensor:
         """[T, N, F] to [S, F]"""

@@ -23,7 +23,7 @@ from ..newton import USUAL, Loop, Newton
 from ..runtime import is_capturing, is_transformed, outside_of_graph, unseen_by_compiler
 from ..sequence.words import read_backwards
 from ..solution import Solution
-from .arguments import Mode, check_mode, check_newton
+from .arguments import Mode, check_mode, check_newton, complaint_of
 from .cells import Cell, Restarting, Weights
 from .operated_recurrent import OperatedRecurrent, dtype_of_autocast
 from .ragged import Documents, Padding, begins_backwards, reversed_in_time
@@ -133,27 +133,12 @@ class Recurrent(OperatedRecurrent):
                 raise ValueError("input: with a mesh, expected a tensor: the steps of all rows are cut up alike")
             if reset is not None and self.bidirectional:
                 raise ValueError("reset: with a mesh, in one direction alone")
-            self._check_part(input, hx)
+            if (wrong := complaint_of(self, input, hx, least=0)) is not None:
+                raise wrong
             if reset is not None:
                 self._check_reset(reset, input)
         ranks.agree(trouble.error)
         return self._by_solve(input, hx, reset, Loop() if mode == "sequential" else self.newton, ranks=ranks)
-
-    def _check_part(self, input: Any, hx: Any) -> None:
-        """Raise where the arguments of a call over ranks are wrong."""
-        weight, count = getattr(self, self._all_weights[0][0]), len(self._widths())
-        if not isinstance(input, Tensor) or input.ndim not in (2, 3) or input.shape[-1] != self.input_size:
-            came = list(input.shape) if isinstance(input, Tensor) else type(input).__name__
-            raise ValueError(f"input: expected [T, B, {self.input_size}] or [T, {self.input_size}], got {came}")
-        if (input.dtype, input.device) != (weight.dtype, weight.device):
-            raise TypeError(f"input: expected {weight.dtype} on {weight.device}, got {input.dtype} on {input.device}")
-        rows = (input.shape[0 if self.batch_first else 1],) * (input.ndim == 3)
-        expected = [[len(self._all_weights), *rows, width] for width in self._widths()]
-        leaves = [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
-        if hx is not None and [list(leaf.shape) for leaf in leaves] != expected:
-            raise ValueError(
-                f"hx: expected {expected[0] if count == 1 else expected}, got {[list(e.shape) for e in leaves]}"
-            )
 
     def _check_reset(self, reset: Any, input: Any) -> None:
         if isinstance(input, PackedSequence):
@@ -193,7 +178,8 @@ class Recurrent(OperatedRecurrent):
             turned = None if forwards or ranks is not None else len(x) if lengths is None else lengths
             order = ranks if ranks is None or forwards else ranks.reversed()
             with _AS_IT_IS if turned is None else read_backwards(turned):
-                solution = self._solve(at, x, start, reset, lengths, solver, kernels, order)
+                how = {"lengths": lengths, "solver": solver, "mesh": order, "kernels": kernels}
+                solution = self._solve(at, x, start, reset, **how)
             solutions.append(solution.in_short())
             if ranks is None:
                 return solution.states, None
@@ -317,18 +303,8 @@ class Recurrent(OperatedRecurrent):
         """That which PyTorch's own kernels give under autocast."""
         return dtype_of_autocast(x.device) or x.dtype
 
-    def _solve(
-        self,
-        at: int,
-        x: Tensor,
-        start: tuple[Tensor, ...],
-        reset: Tensor | None,
-        lengths: Tensor | None,
-        solver: Newton | Loop | None,
-        kernels: bool,
-        ranks: Ranks | None = None,
-    ) -> Solution:
-        """One layer in one direction.
+    def _solve(self, at: int, x: Tensor, start: tuple[Tensor, ...], reset: Tensor | None, **how: Any) -> Solution:
+        """One layer in one direction; ``how``: as ``solve_steps`` is told.
 
         Steps are taken in float32 at least, also under autocast: Newton's method compares small differences.
         """
@@ -343,7 +319,7 @@ class Recurrent(OperatedRecurrent):
             xs = (xs, reset)
         z0 = self._nested(tuple([leaf if leaf.dtype is dtype else leaf.to(dtype) for leaf in start]))
         with _AS_IT_IS if mixed is None else torch.autocast(x.device.type, enabled=False):
-            return self._solve_steps(step, z0, xs, lengths=lengths, solver=solver, mesh=ranks, kernels=kernels)
+            return self._solve_steps(step, z0, xs, **how)
 
     def _weights(self, at: int) -> Weights:
         # Of parameters as they are: a module is asked for an attribute in vain before it looks there.

@@ -58,10 +58,8 @@ class Sequential(nn.Sequential):
         chosen, why = check_mode(self.mode if mode is None else mode), ASKED
         if chosen == "auto":
             deep = len(self) >= DEEP and input.device.type != "cpu"
-            chosen, why = (
-                "parallel" if deep else "sequential",
-                f"on a CPU, or with fewer than {DEEP} layers, the loop wins",
-            )
+            chosen = "parallel" if deep else "sequential"
+            why = f"on a CPU, or with fewer than {DEEP} layers, the loop wins"
         low = torch.is_autocast_enabled(input.device.type)
         if input.numel() == 0:
             chosen, why = "sequential", EMPTY
@@ -70,9 +68,8 @@ class Sequential(nn.Sequential):
         if torch.compiler.is_compiling():
             if chosen == "sequential":
                 return super().forward(input)
-            return outside_of_graph(self.forward, "layers of your own are solved for by looking at values")(
-                input, chosen
-            )
+            eagerly = outside_of_graph(self.forward, "layers of your own are solved for by looking at values")
+            return eagerly(input, chosen)
         if chosen == "sequential":
             out = super().forward(input)
             self._passed = input.shape[0] if input.ndim > 1 else 1, input.device, why

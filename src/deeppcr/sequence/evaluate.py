@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
-from ..runtime import as_written, in_functorch, is_out_of_memory
+from ..runtime import as_written, in_functorch, is_out_of_memory, tensors_in
 from ..warned import catching_warnings
 from .layout import Layout
 
@@ -336,8 +336,8 @@ def _hint(complaint: str, x: Any, dtype: torch.dtype) -> str:
     if "state's dtype" in complaint:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             return "; autocast is on: give z0 the dtype that the step returns, or cast inside the step"
-        tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if other := next((leaf.dtype for leaf in tensors if leaf.dtype != dtype), None):
+        dtypes = (leaf.dtype for leaf in tensors_in(x) if leaf.is_floating_point())
+        if other := next((each for each in dtypes if each != dtype), None):
             return f"; its x has {str(other).removeprefix('torch.')}: give xs the dtype of z0"
         return "; return it .to(z.dtype), or give z0 the dtype that the step returns"
     if "state's shape" in complaint and "broadcast" not in complaint:

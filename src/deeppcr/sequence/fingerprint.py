@@ -158,9 +158,8 @@ def _note(value: Any, walk: Walk, place: Callable[[Tensor], Hashable]) -> Hashab
     kind = type(value)
     if issubclass(kind, Tensor):
         return place(value)
-    return (
-        _mark(value, walk, place) if issubclass(kind, (float, complex, *CONTAINERS)) or kind in PLAIN else Same(value)
-    )
+    by_value = kind in PLAIN or issubclass(kind, (float, complex, *CONTAINERS))
+    return _mark(value, walk, place) if by_value else Same(value)
 
 
 def _is_whole(value: Any) -> bool:

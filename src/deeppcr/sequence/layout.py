@@ -43,12 +43,9 @@ class Layout:
                     + (" (use torch.tensor(z0))" if isinstance(leaf, (int, float)) else hint_of_array(leaf, "z0"))
                 )
             if not leaf.dtype.is_floating_point and leaf.dtype not in (torch.complex64, torch.complex128):
-                hint = (
-                    " (use z0.float())"
-                    if spec.is_leaf()
-                    else " (use .float(); deeppcr.scan carries integers along as they are)"
-                )
-                hint = "" if leaf.dtype.is_complex else hint
+                hint = " (use .float(); deeppcr.scan carries integers along as they are)"
+                if spec.is_leaf() or leaf.dtype.is_complex:
+                    hint = "" if leaf.dtype.is_complex else " (use z0.float())"
                 raise TypeError(f"z0: expected a floating dtype, complex64 or complex128, got {leaf.dtype}{hint}")
             if leaf.layout is not torch.strided:
                 raise TypeError(f"z0: expected a dense tensor, got {leaf.layout} (use z0.to_dense())")
@@ -56,9 +53,8 @@ class Layout:
                 raise TypeError(
                     f"z0: its tensors must share one dtype and device, got {describe(z0)}: convert those that differ, by .to(...)"
                 )
-        if batch_dims is not None and (
-            not isinstance(batch_dims, int) or isinstance(batch_dims, bool) or batch_dims < 0
-        ):
+        whole = isinstance(batch_dims, int) and not isinstance(batch_dims, bool)
+        if batch_dims is not None and not (whole and batch_dims >= 0):
             raise ValueError(f"batch_dims: expected a whole number from 0, got {batch_dims!r}")
         if batch_dims is None:
             batch_dims = _guess_batch_dims(leaves, describe(z0))

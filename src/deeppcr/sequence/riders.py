@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..runtime import Watcher
+from ..runtime import Watcher, tensors_in
 
 #: Read of a tensor its shape alone.
 _LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
@@ -66,9 +66,8 @@ class Recording(Watcher):
         self._held: list[Tensor] = list(sources)  # so that no identity is given away twice
         self._numbers = {id(tensor): number for number, tensor in enumerate(sources)}
         self._reads: list[frozenset[int]] = [frozenset([number]) for number in range(len(sources))]
-        self._written: dict[
-            int, frozenset[int]
-        ] = {}  # by address of memory that was changed: what it has come to depend on
+        # By address of memory that was changed: what it has come to depend on.
+        self._written: dict[int, frozenset[int]] = {}
         self._changed: list[Tensor] = []  # held for the same reason
         self._maker: dict[int, _Operation] = {}
         self.looked_at: frozenset[int] = frozenset()  # sources whose values the program has seen
@@ -94,11 +93,8 @@ class Recording(Watcher):
         """Whether its memory was written to."""
         return _memory(tensor) in self._written
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         name = func.overloadpacket.__name__
         reads = frozenset().union(*(self.reads(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
         if name in _LIKE:
@@ -107,15 +103,12 @@ class Recording(Watcher):
             self.looked_at |= reads
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         if func._schema.is_mutable:
-            for tensor in (*_changed_by(func, args, kwargs or {}), *_tensors(found)):
+            for tensor in (*_changed_by(func, args, kwargs), *tensors_in(found)):
                 self._changed.append(tensor)
                 self._written[_memory(tensor)] = self.reads(tensor) | reads
         elif reads:
-            is_flat = (
-                not kwargs and len(leaves) == len(args) and not any(isinstance(e, (list, tuple, dict)) for e in args)
-            )
-            self._note(func, leaves, None if is_flat else spec, found, reads)
-        return found
+            nested = len(leaves) != len(args) or any(isinstance(each, (list, tuple, dict)) for each in args)
+            self._note(func, leaves, spec if kwargs or nested else None, found, reads)
 
     def _note(self, func: Any, leaves: list[Any], spec: Any, found: Any, reads: frozenset[int]) -> None:
         made: list[int | None] = []
@@ -310,13 +303,9 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors(nest: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
-
-
 def _changed_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     """The arguments that an operation writes to."""
     schema = func._schema.arguments
     given = dict(zip((each.name for each in schema), args, strict=False)) | kwargs
     written = [each.name for each in schema if each.alias_info is not None and each.alias_info.is_write]
-    return _tensors([given.get(name) for name in written])
+    return tensors_in([given.get(name) for name in written])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..linear.hierarchical import interleave
-from ..runtime import has_tangent, is_capturing, version_of
+from ..runtime import has_tangent, is_capturing, tensors_in, version_of
 from .evaluate import StepError, StepGroup, entry_of, vmap_over_steps
 from .history import WithHistory
 from .layout import Layout, hint_of_array, hint_of_batch_first, note_call
@@ -96,9 +96,7 @@ class Sequence:
                 self.check_purity(error)
                 raise
         inputs = [group.xs for _, group in self._groups]
-        self.needs_gradients: bool = first.requires_grad or any(
-            leaf.requires_grad for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)
-        )
+        self.needs_gradients: bool = any(leaf.requires_grad for leaf in (first, *tensors_in(inputs)))
         if self._purity is not None and differentiated and self.needs_gradients:
             refuse_hooked(self._purity.roots)
 

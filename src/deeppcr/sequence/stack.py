@@ -51,7 +51,9 @@ def group_callables(
             groups.append((members, StepGroup(chosen[0], inputs, layout, one_by_one=single)))
             alone, stacked = alone + single, stacked + (0 if single else len(members))
         else:
-            groups.append((members, _stack(chosen, members[0], inputs, layout)))
+            step, state = Stacked(chosen, members[0], inputs is not None), stacked_state(chosen)
+            state = state if inputs is None else (state, inputs)
+            groups.append((members, StepGroup(step, state, layout, module=step.template)))
             stacked += len(members)
     said = f"{len(callables)} callables: {stacked} stacked in {sum(len(m) > 1 for m, _ in groups)} groups"
     return groups, said + (f", {alone} called one by one" if alone else "")
@@ -104,11 +106,6 @@ def as_one_step(callables: Iterable[Any], xs: Any) -> tuple[Stacked, Any] | None
         return None
     state = stacked_state(modules)
     return Stacked(modules, 0, xs is not None), state if xs is None else (state, xs)
-
-
-def _stack(modules: list[Any], first: int, inputs: Any, layout: Layout) -> StepGroup:
-    step, state = Stacked(modules, first, inputs is not None), stacked_state(modules)
-    return StepGroup(step, state if inputs is None else (state, inputs), layout, module=step.template)
 
 
 def _same_structure(a: Any, b: Any) -> bool:

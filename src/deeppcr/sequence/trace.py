@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..runtime import Watcher
+from ..runtime import Watcher, tensors_in
 
 #: What the host would have to wait for, or what differs from call to call.
 _UNREPEATABLE = {
@@ -36,17 +36,11 @@ class Watch(Watcher):
         self.device = device
         self.refusal: str | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **kwargs) if kwargs else func(*args)
-        if self.refusal is None:
-            self.look(func, args, kwargs or {}, found)
-        return found
-
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+        if self.refusal is not None:
+            return
         self.refusal = _facts_of(func)[0]
-        for tensor in _tensors((args, kwargs, found)):
+        for tensor in tensors_in((args, kwargs, found)):
             if tensor.device != self.device and not _has_no_memory(tensor):
                 self.refusal = f"it needs a tensor on {tensor.device} ({func})"
 
@@ -76,9 +70,8 @@ class Trace(Watch):
         Args:
             code: the function that the call is about
         """
-        for leaf in pytree.tree_leaves(inputs):
-            if isinstance(leaf, Tensor):
-                self._name(leaf, ("input", len(self._names)))
+        for leaf in tensors_in(inputs):
+            self._name(leaf, ("input", len(self._names)))
         # What an operation's own derivative does is not traced, so another program is another function. All closures
         # that one place in a program makes are the same one: what they close over is traced.
         self._entries.append(getattr(code, "__code__", type(code)))
@@ -101,13 +94,15 @@ class Trace(Watch):
         return _without(frozenset(self.outside), self.key)
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+        if self.refusal is not None:
+            return
         reason, changes = _facts_of(func)
         self.refusal = reason or _hides(func)
         self._entries.append((func, self._encode(args), *(self._encode(pair) for pair in kwargs.items())))
-        given = [each for each in _tensors((args, kwargs)) if not _has_no_memory(each)] if changes else ()
+        given = [each for each in tensors_in((args, kwargs)) if not _has_no_memory(each)] if changes else ()
         if any(each.untyped_storage().data_ptr() in self.outside for each in given):
             self.refusal = f"it changes a tensor that it closes over ({func})"
-        for tensor in (found,) if isinstance(found, Tensor) else _tensors(found):
+        for tensor in (found,) if isinstance(found, Tensor) else tensors_in(found):
             self._name(tensor, ("made", len(self._names)))
 
     def _name(self, tensor: Tensor, name: Hashable) -> Hashable:
@@ -183,10 +178,6 @@ def _has_no_memory(tensor: Tensor) -> bool:
     return tensor.is_meta or tensor._is_zerotensor()
 
 
-def _tensors(nest: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
-
-
 def _without(addresses: frozenset[int], value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_without(addresses, each) for each in value)
@@ -205,17 +196,13 @@ class Products(Watcher):
         self.dtypes: set[torch.dtype] = set()
         self.convolves: bool = False  # whether one of them was a convolution, which has a precision of its own
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
         first = found[0] if isinstance(found, (tuple, list)) and found else found
         if isinstance(first, Tensor) and first.is_floating_point() and torch.Tag.pointwise not in func.tags:
             factors = [each for each in args if isinstance(each, Tensor) and each.is_floating_point()]
             if len(factors) > 1:
                 self.dtypes.add(first.dtype)
                 self.convolves |= "conv" in func.name()
-        return found
 
 
 def coarser_products(function: Callable[[], Any], dtype: torch.dtype) -> torch.dtype | None:
@@ -237,6 +224,5 @@ def count_operations(function: Callable[[], Any]) -> int:
 class _Count(Watcher):
     operations = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
         self.operations += all(each.alias_info is None for each in func._schema.returns)
-        return func(*args, **(kwargs or {}))

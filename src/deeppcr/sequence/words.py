@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..runtime import tensors_in
 from ..solution import Result, worst_of, worst_rows
 from .layout import Layout
 
@@ -92,7 +93,7 @@ def _of_row(leaf: Tensor, layout: Layout, row: int) -> Tensor:
 
 def what_does_not_fit(step: Any, z0: Any, xs: Any, batch_dims: int | None) -> list[str]:
     """Of a step that raised: what the caller may have meant otherwise, to be told beside what was raised."""
-    notes, inputs = [], [leaf for leaf in pytree.tree_leaves(xs) if isinstance(leaf, Tensor)]
+    notes, inputs, states = [], tensors_in(xs), tensors_in(z0)
     called = "step(z)" if xs is None else "step(z, x)"
     if callable(step):
         try:
@@ -102,7 +103,6 @@ def what_does_not_fit(step: Any, z0: Any, xs: Any, batch_dims: int | None) -> li
             notes.append(f"deeppcr: {why} a step is called as {called}, and this one does not take that: {error}")
         except ValueError:
             pass  # nobody knows what a builtin takes
-    states = [leaf for leaf in pytree.tree_leaves(z0) if isinstance(leaf, Tensor)]
     rows = states[0].shape[0] if states and states[0].ndim > 1 and batch_dims in (None, 1) else None
     for leaf in inputs if rows is not None else []:
         if leaf.ndim == states[0].ndim + 1 and leaf.shape[1] not in (1, rows):

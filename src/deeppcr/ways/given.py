@@ -174,7 +174,7 @@ def _by_kernels(
 def _outcome_of_loop(sequence: Sequence, states: Tensor) -> Outcome:
     """Of states [L, B, D] that a loop found; warns where they are not finite."""
     outcome = Outcome.of_loop(states, Result.LOOP, sequence.layout.rows, sequence.length)
-    outcome = _mark_non_finite(outcome, Result.LOOP, first_not_finite(states))
+    outcome = outcome.marked(Result.LOOP, first_not_finite(states))
     if Result.NON_FINITE in outcome.results:
         warn(describe(sequence, outcome))
     return outcome
@@ -206,9 +206,8 @@ def _replayed(sequence: Sequence, start: Guess, solver: Newton, gradient: Gradie
             return None
         if determined(judged, solver, Plan()) is not judged:
             return None
-    return _solution(
-        sequence, differentiable(judged, gradient), replayed, residual, solver.promised(sequence.layout.dtype)
-    )
+    promised = solver.promised(sequence.layout.dtype)
+    return _solution(sequence, differentiable(judged, gradient), replayed, residual, promised)
 
 
 def _in_parallel(
@@ -259,7 +258,7 @@ def _finished_by_loop(call: Call, sequence: Sequence, outcome: Outcome, solver: 
         states = loop_on(sequence.step, sequence.initial, outcome.states, exact, sequence.length)
     else:
         plan.note("the rest was computed one step after the other by a kernel")
-    outcome = _mark_non_finite(replace(outcome, states=states), Result.FINISHED_BY_LOOP, first_not_finite(states))
+    outcome = replace(outcome, states=states).marked(Result.FINISHED_BY_LOOP, first_not_finite(states))
     judged = judge(sequence, outcome, solver)
     if judged.results != outcome.results:
         raise differs(sequence)
@@ -277,19 +276,6 @@ def _finished_by_kernel(call: Call, states: Tensor, failed: Tensor) -> Tensor | 
     packed = pytree.tree_leaves(found.states)
     packed = torch.cat([leaf.reshape(*states.shape[:2], -1) for leaf in packed], -1)
     return torch.where(failed.unsqueeze(-1), packed, states)
-
-
-def _mark_non_finite(outcome: Outcome, otherwise: Result, at: Tensor) -> Outcome:
-    """Rows that failed are NON_FINITE where the loop's states say so, ``otherwise`` where they do not.
-
-    Args:
-        at: [B], the first step after which they are not finite, or -1
-    """
-    results = [
-        result if not result.failed and result is not otherwise else Result.NON_FINITE if index >= 0 else otherwise
-        for result, index in zip(outcome.results, at.tolist(), strict=True)
-    ]
-    return replace(outcome, results=results, exact_steps=torch.where(at >= 0, at, outcome.exact_steps))
 
 
 def _locate_non_finite(sequence: Sequence, outcome: Outcome, chunk: int) -> Outcome:

@@ -107,20 +107,16 @@ class Record:
             if way not in self.seconds or self._is_worth_another_try(way):
                 return way, f"the {self.told('loop')}; {way} is tried"
         if len(self.seconds) == 1:
-            why = [bar.why for bar in self.barred.values() if bar.until == sys.maxsize]
-            return (
-                "loop",
-                f"the {self.told('loop')}, and nothing else is worth a try{': ' if why else ''}{'; '.join(why)}",
-            )
+            why = "; ".join(bar.why for bar in self.barred.values() if bar.until == sys.maxsize)
+            return "loop", f"the {self.told('loop')}, and nothing else is worth a try{': ' if why else ''}{why}"
         return min(self.seconds, key=self.total), "of this kind " + ", ".join(map(self.told, self.seconds))
 
     def _is_worth_another_try(self, way: Way) -> bool:
         tries, times = self.tries[way], self.total(way) / self.total("loop")
         if tries >= _TRIES or times >= _BEYOND_HOPE:
             return False
-        return times <= _LOST.get(self.device, _LOST["cpu"]) or self.solves >= self.last[way] + _PATIENCE * 2 ** (
-            tries - 1
-        )
+        again = self.last[way] + _PATIENCE * 2 ** (tries - 1)
+        return times <= _LOST.get(self.device, _LOST["cpu"]) or self.solves >= again
 
     def total(self, way: Way) -> float:
         """Seconds of a way, with the backward pass where one is to follow."""
@@ -186,9 +182,8 @@ class Record:
         return "loop" in self.seconds and self.total("loop") >= (_WORTH_KERNELS if again else _WORTH_KERNELS_AT_ONCE)
 
     def took(self, way: Way, seconds: float) -> None:
-        if way in self.estimated or seconds <= self.seconds.get(
-            way, seconds
-        ):  # what was measured is better than any estimate
+        # What was measured is better than any estimate.
+        if way in self.estimated or seconds <= self.seconds.get(way, seconds):
             self.seconds[way] = seconds
             self.estimated.discard(way)
         self.tries[way] = self.tries.get(way, 0) + 1

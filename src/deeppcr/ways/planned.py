@@ -210,9 +210,8 @@ class Planned:
         """Gives up on a loop of Python where another way is expected to be faster."""
 
         def is_too_long(_: float) -> bool:
-            return self.record.choose()[0] != "loop" or (
-                self.call.fused is None and self.record.is_worth_kernels(again=False)
-            )
+            kernels = self.call.fused is None and self.record.is_worth_kernels(again=False)
+            return kernels or self.record.choose()[0] != "loop"
 
         return Probe(self.record, self.call.length or 1, self.call.states[0].device, is_too_long)
 

@@ -207,10 +207,8 @@ class _Rehearsal:
                 sample == self.mark if sample.shape == self.mark.shape else torch.tensor(False),
             )
         self._note_call(output, sample, l)
-        nothing = torch.zeros_like(output), timestep, torch.zeros_like(sample)
-        result = self.step(
-            *nothing, **named
-        )  # of nothing: the noise of this step alone, drawn as the pipeline draws it
+        # Of nothing: the noise of this step alone, drawn as the pipeline draws it.
+        result = self.step(torch.zeros_like(output), timestep, torch.zeros_like(sample), **named)
         plain = isinstance(result, tuple)
         self.noise.append(result[0] if plain else result.prev_sample)
         last = l + 1 == self.length

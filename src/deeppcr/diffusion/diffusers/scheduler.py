@@ -76,11 +76,13 @@ def read_scheduler(scheduler: Any, timesteps: Sequence[Any] | Tensor | None = No
         raise TypeError(f"scheduler: expected a scheduler of diffusers, with timesteps and a step, got {name}")
     if timesteps is None or len(timesteps) == 0:
         raise ValueError(f"scheduler: {name} has no timesteps: call its set_timesteps(number of steps) first")
-    times = tuple(timesteps)
+    times = tuple(t.cpu() if isinstance(t, Tensor) else t for t in timesteps)
     arguments = {k: v for k, v in step_arguments.items() if k not in ("generator", "return_dict") and v is not None}
     _refuse_by_settings(name, scheduler, arguments)
     clipped = bool(_setting(scheduler, "clip_sample"))
-    plain = _without_clipping(scheduler) if clipped else scheduler
+    plain = fork(scheduler)
+    if clipped:
+        plain.register_to_config(clip_sample=False)
     # What does not take a generator may draw from the global one: the caller's stays as it is.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         keep, gain, scale, noisy, stored = _read_linear(name, plain, times, arguments)
@@ -91,7 +93,8 @@ def read_scheduler(scheduler: Any, timesteps: Sequence[Any] | Tensor | None = No
                     f"{name} clips the predicted x0 (clip_sample=True) and stores {', '.join(stored)} for later steps, which "
                     "is not supported: clipping is exact for one-step schedulers only. Set clip_sample=False"
                 )
-            clip = _read_clip(name, scheduler, plain, times, arguments, keep[:, 0, 0], gain[:, 0])
+            clipping, free = (_Runner(name, each, arguments) for each in (scheduler, plain))
+            clip = _read_clip(clipping, free, times, keep[:, 0, 0], gain[:, 0])
             keep = keep - (clip.weight * clip.sample)[:, None, None]
             gain = gain - (clip.weight * clip.output)[:, None]
     told = torch.stack([torch.as_tensor(t).cpu() for t in times])
@@ -155,12 +158,6 @@ def _refuse_by_settings(name: str, scheduler: Any, arguments: dict[str, Any]) ->
     for argument, value in arguments.items():
         if isinstance(value, Tensor) and value.ndim:
             raise UnsupportedScheduler(f"{name}.step is given the tensor `{argument}`: only numbers are supported")
-
-
-def _without_clipping(scheduler: Any) -> Any:
-    plain = fork(scheduler)
-    plain.register_to_config(clip_sample=False)
-    return plain
 
 
 def fork(scheduler: Any) -> Any:
@@ -242,7 +239,6 @@ def _read_linear(
     places: dict[Path, int] = {}
     held: dict[Path, Tensor] = {}
     for l, t in enumerate(timesteps):
-        t = t.cpu() if isinstance(t, Tensor) else t
         for path, slot in places.items():
             if path in held:
                 _store(runner.scheduler, path, fed[l, slot].clone().view(rows))
@@ -310,25 +306,15 @@ def _needed(keep: Tensor) -> list[int]:
     return sorted(ever)
 
 
-def _read_clip(
-    name: str,
-    scheduler: Any,
-    plain: Any,
-    timesteps: tuple[Any, ...],
-    arguments: dict[str, Any],
-    keep: Tensor,
-    gain: Tensor,
-) -> Clip:
+def _read_clip(clipped: _Runner, free: _Runner, timesteps: tuple[Any, ...], keep: Tensor, gain: Tensor) -> Clip:
     """What clipping changes: the step with it against the step without, at numbers that are clipped."""
-    bound = float(_setting(scheduler, "clip_sample_range") or 1.0)
+    name, bound = clipped.name, float(_setting(clipped.scheduler, "clip_sample_range") or 1.0)
     L, tests = len(timesteps), len(MAGNITUDES)
     random = torch.randn(L, 2, tests, generator=torch.Generator().manual_seed(0)).double()
     ones = torch.eye(2).double().expand(L, -1, -1)
     fed = torch.cat([ones, 1e3 * bound * ones, bound * random * torch.tensor(MAGNITUDES)], -1)  # [L, 2, rows]
     after, linear, x0 = torch.zeros(3, L, fed.shape[-1]).double()
-    clipped, free = _Runner(name, scheduler, arguments), _Runner(name, plain, arguments)
     for l, t in enumerate(timesteps):
-        t = t.cpu() if isinstance(t, Tensor) else t
         sample, output = fed[l].reshape(2, -1, 1, 1, 1)
         after[l] = clipped(output, t, sample)[0].flatten()
         unclipped = free(output, t, sample)

@@ -341,9 +341,8 @@ class Iteration:
         one, two = changes
         pairs = [(one, one), (one, two), (two, two), (one, update), (two, update)]
         products = torch.stack([(a * b).sum((-2, -1)) for a, b in pairs])
-        weights = _least_squares(
-            *products.mT.cumsum(-1).mT
-        )  # a GPU goes one by one along other dimensions than the last
+        # A GPU goes one by one along other dimensions than the last.
+        weights = _least_squares(*products.mT.cumsum(-1).mT)
         states = plain
         for weight, moved in zip(weights, moves, strict=True):
             states = torch.addcmul(states, weight[..., None, None], moved, value=-1)

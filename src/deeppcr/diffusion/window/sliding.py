@@ -58,9 +58,8 @@ class SlidingIteration(Iteration):
         rounded, outputs = settings.pop("rounded"), settings.pop("outputs")
         super().__init__(coefficients, coupling, samples, width, **{**settings, "accelerate": False})
         self.rounded: Tensor = rounded.to(self.freeze).reshape(-1, 1)
-        self.least_move: Tensor = (
-            _TIMES * outputs.to(self.freeze).reshape(-1, 1) / coefficients.scale.abs().unsqueeze(-1)
-        )
+        least = _TIMES * outputs.to(self.freeze).reshape(-1, 1)
+        self.least_move: Tensor = least / coefficients.scale.abs().unsqueeze(-1)
         like, length, steps, prior = coefficients.gain, self.length, coupling.steps, coupling.prior
         assert isinstance(prior, GaussianPrior)
         self.slopes: Tensor = prior.slopes(steps).to(like).reshape(length, 1, -1)  # [L, 1, 1 or D], in the basis
@@ -75,9 +74,8 @@ class SlidingIteration(Iteration):
         self.outputs: Tensor = like.new_zeros(length, samples, width)
         self.sizes: Tensor = like.new_zeros(length, samples)
         self.who: Tensor = torch.arange(samples, device=like.device)
-        self.seen: Tensor = torch.eye(1, coefficients.slots, device=like.device, dtype=like.dtype)[
-            0
-        ]  # of a state's slots, by the network
+        self.seen: Tensor = like.new_zeros(coefficients.slots)  # of a state's slots, by the network
+        self.seen[0] = 1
         # A network that rounds its outputs moves a step by that times its gain; what changes more tells something.
         gain = coefficients.slope.abs().amax(-1).reshape(length, 1)
         rounding, eps = torch.finfo(like.dtype).eps, settings["eps"][0]
@@ -141,13 +139,8 @@ class SlidingIteration(Iteration):
         """Steps [W, B] that are right, from the first on, leave; where all have left, a sample may have to go back."""
         who, length = self.who, self.length
         # How fast updates fall: of a step no faster than of any before it, so that none leaves by chance.
-        rate = (
-            (largest / self.sizes[at, who])
-            .nan_to_num(math.inf)
-            .masked_fill(first, 0)
-            .cummax(0)
-            .values.clamp(min=_FASTEST)
-        )
+        rate = (largest / self.sizes[at, who]).nan_to_num(math.inf).masked_fill(first, 0)
+        rate = rate.cummax(0).values.clamp(min=_FASTEST)
         left = torch.where(rate < _SLOWEST, largest * rate / (1 - rate), largest).minimum(largest)
         # Of a step that was evaluated once it is not known how it amplifies errors: it must be right but for rounding.
         threshold = torch.where(self.used[at, who] > 1, self.thresholds[at, who], 0) + self.allowance * height
@@ -183,9 +176,8 @@ class SlidingIteration(Iteration):
         rest = self.coupling.into((said - self.outputs[at, who]).unsqueeze(-1)).squeeze(-1) - self.slopes[at, 0] * move
         slope = self.slopes[at, 0].mean(-1) + (rest * move).sum(-1) / move.square().sum(-1)
         share = ((slope - self.lowest[at, 0, 0]) / self.range[at, 0, 0]).clamp(-_BEYOND, 1 + _BEYOND)
-        known = (
-            again & (distance > self.heard * _distance(before)) & (distance > self.least_move[at, 0]) & share.isfinite()
-        )
+        heard = (distance > self.heard * _distance(before)) & (distance > self.least_move[at, 0])
+        known = again & heard & share.isfinite()
         share = torch.where(known, share, self.share[at, who])
         # Steps that were not seen twice are as the last one is that was.
         number = torch.arange(len(at), device=at.device).unsqueeze(1)

@@ -101,9 +101,8 @@ class Window:
                 return 4e-3
             coupling = Coupling(UNIT, problem.steps, problem.width, problem.device, problem.dtype, plain=True)
             left = Rounding(problem, coupling).of_network
-            left = left * (_ROUNDS * problem.eps / problem.rounding).clamp_min(1).to(
-                left
-            )  # a few small rows may not show all
+            # A few small rows may not show all.
+            left = left * (_ROUNDS * problem.eps / problem.rounding).clamp_min(1).to(left)
             return max(1e-3, _ROUNDS * float(torch.linalg.vector_norm(left)))
 
     def settings(self, device: torch.device) -> AbstractContextManager[None]:
