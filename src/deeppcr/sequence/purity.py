@@ -249,9 +249,10 @@ class _Values:
     def _others(self, values: Values) -> list[tuple[Any, str]]:
         found = []
         for place, (owner, called, now) in values.items():
-            if place not in self._before and isinstance(owner, dict) and not issubclass(type(now), Tensor):
+            looked_up = isinstance(owner, dict) and not issubclass(type(now), Tensor)
+            if place not in self._before and (looked_up or isinstance(owner, str)):
                 self._before[place], self._states[place] = (owner, called, now), state_of(now)
-                continue  # it is looked up by its key, which was not there before
+                continue  # its key, or the library with its generator, was not there before
             if state_of(now) != self._states.get(place):
                 self.draw = self.draw or draws(now)
                 inside = type(owner) in _CONTAINERS
