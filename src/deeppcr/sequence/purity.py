@@ -331,8 +331,8 @@ def close(a: Tensor, b: Tensor) -> bool:
 # Hooks on gradients: the loop calls them at every step, a backward pass through all steps at once does not.
 
 _NOT_CALLED = (
-    "which a backward pass through all steps at once does not call: the gradient would not be the loop's. Take it away (a "
-    "torch.autograd.Function changes gradients, too), use solver=Loop(), or torch.no_grad() where no gradient is needed"
+    "which a backward pass through all steps at once does not call: the gradient would not be the loop's. Take it away (to scale "
+    "gradients a torch.autograd.Function does), use solver=Loop(), or torch.no_grad() where no gradient is needed"
 )
 
 
