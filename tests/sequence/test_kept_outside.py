@@ -2,6 +2,7 @@
 
 import random
 import random as shared_random
+import sys
 import threading
 from contextvars import ContextVar
 from random import random as draw
@@ -326,3 +327,18 @@ def test_a_tensor_that_a_step_keeps_outside_of_modules_is_named(make):
     """Not that a tensor escaped from a transform, of which its author knows nothing."""
     with pytest.raises(deeppcr.StepError, match=r"keeps '(velocity|seen)' from one call to the next"):
         deeppcr.solve(make(), torch.zeros(2, 3), torch.ones(50, 2, 3), solver=deeppcr.Newton())
+
+
+def test_a_library_that_is_imported_during_the_solve_has_drawn_nothing(monkeypatch):
+    """PyTorch imports some when it first differentiates, numpy.random with them, which has an `f` to draw numbers by."""
+    monkeypatch.delitem(sys.modules, "numpy.random")
+
+    def f(z):
+        return torch.cos(z)
+
+    def step(z):
+        if torch._C._functorch.maybe_current_level() is not None:
+            monkeypatch.setitem(sys.modules, "numpy.random", np.random)
+        return f(z)
+
+    assert deeppcr.solve(step, Z0, length=20, solver=Newton()).result is deeppcr.Result.CONVERGED

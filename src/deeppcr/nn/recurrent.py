@@ -294,9 +294,8 @@ class Recurrent(OperatedRecurrent):
             x = x if x.dtype is dtype else x.to(dtype)
             if self.dropout and layer < self.num_layers - 1:
                 x = dropout(x, self.dropout, self.training)
-        # Of one tensor they are copied: who writes to outputs does not mean these. Of several, outputs are a copy.
-        copied = len(last) > 1 or len(last[0]) == 1
-        ends = [torch.cat(leaves) for leaves in zip(*last, strict=True)] if copied else last[0]
+        # Copied even if there is one only: who writes to outputs does not mean these, and PyTorch's are no views.
+        ends = [torch.cat(leaves) for leaves in zip(*last, strict=True)]
         return x, tuple([leaf if leaf.dtype is dtype else leaf.to(dtype) for leaf in ends])
 
     def _dtype_of_outputs(self, x: Tensor, start: Tensor) -> torch.dtype:

@@ -250,9 +250,10 @@ class _Values:
     def _others(self, values: Values) -> list[tuple[Any, str]]:
         found = []
         for place, (owner, called, now) in values.items():
-            if place not in self._before and isinstance(owner, dict) and not issubclass(type(now), Tensor):
+            looked_up = isinstance(owner, dict) and not issubclass(type(now), Tensor)
+            if place not in self._before and (looked_up or isinstance(owner, str)):
                 self._before[place], self._states[place] = (owner, called, now), state_of(now)
-                continue  # it is looked up by its key, which was not there before
+                continue  # its key, or the library with its generator, was not there before
             if state_of(now) != self._states.get(place):
                 self.draw = self.draw or draws(now)
                 inside = type(owner) in _CONTAINERS
@@ -331,8 +332,8 @@ def close(a: Tensor, b: Tensor) -> bool:
 # Hooks on gradients: the loop calls them at every step, a backward pass through all steps at once does not.
 
 _NOT_CALLED = (
-    "which a backward pass through all steps at once does not call: the gradient would not be the loop's. Take it away (a "
-    "torch.autograd.Function changes gradients, too), use solver=Loop(), or torch.no_grad() where no gradient is needed"
+    "which a backward pass through all steps at once does not call: the gradient would not be the loop's. Take it away (to scale "
+    "gradients a torch.autograd.Function does), use solver=Loop(), or torch.no_grad() where no gradient is needed"
 )
 
 
