@@ -330,15 +330,17 @@ def test_a_tensor_that_a_step_keeps_outside_of_modules_is_named(make):
 
 
 def test_a_library_that_is_imported_during_the_solve_has_drawn_nothing(monkeypatch):
-    """PyTorch imports some when it first differentiates, numpy.random with them, which has an `f` to draw numbers by."""
+    """PyTorch imports some when it first differentiates, numpy.random with them."""
     monkeypatch.delitem(sys.modules, "numpy.random")
 
-    def f(z):
+    def random(z):  # which is what a step says that draws numbers
         return torch.cos(z)
 
-    def step(z):
+    step = {"random": random}
+
+    def drawn(z):
         if torch._C._functorch.maybe_current_level() is not None:
             monkeypatch.setitem(sys.modules, "numpy.random", np.random)
-        return f(z)
+        return step["random"](z)
 
-    assert deeppcr.solve(step, Z0, length=20, solver=Newton()).result is deeppcr.Result.CONVERGED
+    assert deeppcr.solve(drawn, Z0, length=20, solver=Newton()).result is deeppcr.Result.CONVERGED
