@@ -3,9 +3,11 @@
 Python's part of an operation takes a hundred times as long as NumPy's. It is the same for all tensors of a kind, so it is done once.
 """
 
+import ast
 import dataclasses
 import functools
 import inspect
+import linecache
 import math
 import sys
 from types import ModuleType, SimpleNamespace
@@ -53,6 +55,7 @@ def _quicken(patch, interpreter, *, check_integers):
     scope = patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     Operators(scope, interpreter, check_integers=check_integers)
     _launch_directly(patch, interpreter)
+    _rewrite_directly(patch, interpreter.FunctionRewriter)
     return scope
 
 
@@ -76,8 +79,42 @@ def _launch_directly(patch, interpreter):
         return dict(zip(names.args, arguments, strict=False)) | options
 
     quick = ModuleType("inspect")
-    vars(quick).update(vars(inspect), getfullargspec=names_of, getcallargs=arguments_of)
+    vars(quick).update(vars(inspect), getfullargspec=names_of, getcallargs=arguments_of, getsourcelines=_lines_of)
     patch.setattr(interpreter, "inspect", quick)
+
+
+def _rewrite_directly(patch, rewriter):
+    """Where a kernel stands is asked of its code: Triton reads it a second time, and then adds to the number of every line."""
+    transformer = rewriter.ast_transformer
+
+    def place_of(self):
+        lines, first = _lines_of(self.fn)
+        return self.fn.__code__.co_filename, first + next(at for at, line in enumerate(lines) if _is_def(line))
+
+    def transform(self, source):
+        return ast.fix_missing_locations(transformer.visit(ast.parse("\n" * (self.def_file_lineno - 1) + source)))
+
+    patch.setattr(rewriter, "_get_jit_fn_file_line", place_of)
+    patch.setattr(rewriter, "_transform_ast", transform)
+
+
+def _is_def(line):
+    return line.strip().startswith("def ")
+
+
+def _lines_of(function):
+    """As ``inspect.getsourcelines`` of a function that stands by itself in a file: by its lines of code and indentation, not token by token."""
+    code = function.__code__
+    linecache.checkcache(code.co_filename)
+    lines, first = linecache.getlines(code.co_filename, function.__globals__), code.co_firstlineno
+    if function.__qualname__ != function.__name__ or len(lines) < first:
+        return inspect.getsourcelines(function)
+    end = max(line for *_, line in code.co_lines() if line is not None)
+    while end < len(lines) and (lines[end][:1].isspace() or lines[end].startswith(")")):
+        end += 1
+    while not lines[end - 1].strip():
+        end -= 1
+    return lines[first - 1 : end], first
 
 
 def _scan_by_doubling(self, inputs):

@@ -1,5 +1,8 @@
 """The interpreter of the tests computes what Triton's semantics do: bit by bit, in the same types, the second time as the first."""
 
+import ast
+import importlib
+import inspect
 import itertools
 import operator
 
@@ -27,6 +30,9 @@ OPERATORS = {
 }
 #: What kernels call by name, as it is before anybody makes it quicker.
 PLAIN = {name: getattr(tl, name) for name in ("abs", "exp", "maximum", "minimum", "full")}
+#: How it reads a kernel, likewise.
+REWRITER = interpreter.FunctionRewriter
+PLACE, TRANSFORM = REWRITER._get_jit_fn_file_line, REWRITER._transform_ast
 NUMBERS = (3, 0.0, -0.0, 0.5, float("inf"), float("nan"))
 TYPES = (tl.float32, tl.float64, tl.int32, tl.int64, tl.float16, tl.int1)
 POINTER = tl.pointer_type(tl.float32)
@@ -171,3 +177,33 @@ def test_further_dimensions():
                 for _ in range(2):
                     assert block[index].handle.data.shape == block.handle.data[index].shape
                     assert [size.value for size in block[index].shape] == [*block.handle.data[index].shape]
+
+
+@pytest.mark.parametrize("name", ["linear.kernels.diagonal", "linear.kernels.block_diagonal", "linear.kernels.dense"])
+def test_kernels_are_read_as_triton_reads_them(name):
+    """The same lines become the same program, every part of it at its place in the file."""
+    kernels = [
+        each
+        for each in vars(importlib.import_module(f"deeppcr.{name}")).values()
+        if isinstance(each, interpreter.InterpretedFunction)
+    ]
+    assert len(kernels) >= 2
+    for kernel in kernels:
+        lines = inspect.getsourcelines(kernel.fn)
+        assert interpreter.inspect.getsourcelines(kernel.fn) == lines
+        rewriter = kernel.rewriter
+        place = rewriter.filename, rewriter.def_file_lineno = rewriter._get_jit_fn_file_line()
+        assert place == PLACE(rewriter)
+        rewriter.def_lineno = rewriter._find_def(lines[0])
+        source = rewriter._prepare_source(lines[0])
+        found, right = (
+            ast.dump(read(rewriter, source), include_attributes=True) for read in (REWRITER._transform_ast, TRANSFORM)
+        )
+        assert found == right
+
+
+def test_functions_that_stand_in_another_one_are_read_as_python_reads_them():
+    def kernel():
+        """Whose lines are indented, and end where those around it go on."""
+
+    assert interpreter.inspect.getsourcelines(kernel) == inspect.getsourcelines(kernel)
