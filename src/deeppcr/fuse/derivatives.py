@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .operations import DECOMPOSITIONS
@@ -65,21 +63,10 @@ def _beside(parts: Parts, dtype: torch.dtype, function: Callable[..., Any]) -> f
     return traced(flat, *given[:count], *given)
 
 
-class _Shapes(FakeTensorMode):
-    """Makes stand-ins of the shape of tensors that are there, at once: by the rules of operations that takes PyTorch a quarter of all tracing."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not torch.ops.aten.empty_strided.default or not kwargs:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        return FakeTensor(self, torch.empty_strided(*args, dtype=kwargs["dtype"], device="meta"), kwargs["device"])
-
-
 def traced(function: Callable[..., Any], *examples: Tensor) -> fx.GraphModule:
     """Traced on real numbers: forward mode has tensors of zeros that stand-ins know nothing of."""
     # In inference mode, or on tensors that were made there, some versions of PyTorch differentiate nothing.
-    with torch.inference_mode(False), torch.enable_grad(), tracing(TracingContext(_Shapes())):
+    with torch.inference_mode(False), torch.enable_grad():
         made = make_fx(torch.func.functionalize(function, remove="mutations"), decomposition_table=DECOMPOSITIONS,
                        tracing_mode="real")(*map(torch.clone, examples))  # fmt: skip
     made.graph.eliminate_dead_code()
