@@ -140,7 +140,9 @@ def test_figures_of_one_item_are_told_apart():
     of_items = [re.findall(r"(.*)\n\n!\[(.+)\]\(.*\.svg\)", item) for item in page.split("\n### ")]
     assert sum(len(found) > 1 for found in of_items) > 5
     for found in of_items:
-        assert len(found) < 2 or all(re.fullmatch(r"\*.+\*", above) and said == "picture" for above, said in found), found
+        assert len(found) < 2 or all(re.fullmatch(r"\*.+\*", above) and said == "picture" for above, said in found), (
+            found
+        )
         assert len(found) < 2 or len({above for above, _ in found}) == len(found), found
 
 
