@@ -56,7 +56,11 @@ def _taken(lines: Sequence[Line]) -> str:
     if not lines:
         return ""
     gains = sorted(line["gain"] for line in lines)
-    named = "; ".join(_spoken(line["name"]) + _star(line) for line in lines)
+    by_count: dict[str, list[str]] = {}
+    for line in lines:
+        sampler, _, count = _spoken(line["name"]).rpartition(", ")
+        by_count.setdefault(count, []).append(sampler.replace(", ", " ") + _star(line))
+    named = "; ".join(f"{count} of {', '.join(samplers)}" for count, samplers in by_count.items())
     return f"`sample` took the loop, {gains[0]:.2f}x to {gains[-1]:.2f}x as fast as the loop beside it: {named}."
 
 

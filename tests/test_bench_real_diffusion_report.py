@@ -37,7 +37,7 @@ def test_tables_say_what_was_measured(report, record):
     text = report.markdown(record, "x.json")
     assert "NVIDIA H200, 2026-02-03, commit abc1234, torch 2.11; `results/x.json`" in text
     assert "| DDPM 1,000, bfloat16 | 250 | 100 | (2.50x) | 3.4 | 2.0e-2 (0) |" in text
-    assert r"`sample` took the loop, 2.50x to 2.50x as fast as the loop beside it: DDIM 50, 1 sample \*." in text
+    assert r"`sample` took the loop, 2.50x to 2.50x as fast as the loop beside it: 1 sample of DDIM 50 \*." in text
     assert "With a star: measured at old4321." in text
     assert "A gain in (brackets)" in text
     assert "takes 0.5000 to 1.500 s" in text

@@ -191,7 +191,7 @@ ITEMS: tuple[Item, ...] = (
                 "mlp-timing", ("mlp-timing-relu-forward-width",), networks.widths, needs=networks.has_activation("relu")
             ),
         ),
-        "By this library's solver with the paper's settings, at ten widths. In plain PyTorch there are five: too few for a line.",
+        "By this library's solver, at ten widths; in plain PyTorch there are five: too few for a line.",
     ),
     Item(
         "Figure 12",
@@ -268,7 +268,7 @@ ITEMS: tuple[Item, ...] = (
                 diffusion.timing_rows(diffusion.PIXEL),
             ),
         ),
-        "All rows: [report](report.html).",
+        "The paper's rows beside ours: [report](report.html).",
     ),
     Item(
         "Table 3",

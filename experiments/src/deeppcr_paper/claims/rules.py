@@ -44,7 +44,7 @@ class Rule:
 RULES: dict[str, Rule] = {
     "speed-up": Rule("at least 0.9 of the paper's", lambda ours, paper: ours >= 0.9 * paper, NOISE),
     "break-even": Rule(
-        "the depth from which the median width stays ahead (one that never gets ahead counts as infinite) is at most √2 times the paper's",
+        "the depth from which the median width (of two in the middle the earlier; never counts as infinite) stays ahead is at most √2 times the paper's",
         lambda ours, paper: ours <= math.sqrt(2) * paper,
         NOISE,
     ),
@@ -67,16 +67,16 @@ RULES: dict[str, Rule] = {
     "6 on average": Rule("at most 6 iterations on average", lambda ours: ours <= 6),
     "converged": Rule("every solve does", lambda ours: ours == 0, at_any_size=True),
     "flat": Rule("from L = 64 on, over widths run at every depth, mean iterations vary by at most 1", lambda ours: ours <= 1),
-    "ReLU more": Rule("more iterations on average", lambda ours: ours > 1),
+    "ReLU more": Rule("more iterations on average, over the same", lambda ours: ours > 1),
     "machine precision": Rule(
-        "0.9 of the outputs within 10⁻⁶ of float64's", lambda ours: ours >= 0.9, at_any_size=True
+        "0.9 of the outputs within 10⁻⁶ (2-norm) of the loop's", lambda ours: ours >= 0.9, at_any_size=True
     ),
     "comparable": Rule("mean iterations differ by at most 1", lambda ours: ours <= 1),
     "same loss": Rule("final losses differ by at most 2%", lambda ours: ours <= 0.02, at_any_size=True),
     "accuracy": Rule("both within 1 point of 94%", lambda ours: ours <= 1),
     "same accuracy": Rule("at most 1 point apart, every seed", lambda ours: ours <= 1, at_any_size=True),
     "seeds": Rule("all seeds within 2 points", lambda ours: ours <= 2),
-    "bounded": Rule("below 1", lambda ours: ours < 1, at_any_size=True),
+    "bounded": Rule("below 1 at the end", lambda ours: ours < 1, at_any_size=True),
     "trains as well": Rule("final loss at most 1.1 times that by the paper's test", lambda ours: ours),
     "suffice": Rule("so few iterations train as well", lambda ours, paper: ours is not None and ours <= paper),
     "needed": Rule("no number up to the paper's trains as well", lambda ours, paper: ours is None or ours > paper),
@@ -89,7 +89,7 @@ RULES: dict[str, Rule] = {
     ),
     "not visible": Rule("no entry differs by more than 0.01", lambda ours: ours <= 0.01, at_any_size=True),
     "below 0.1": Rule(
-        "below 0.1 in fewer iterations than the paper's, every size",
+        "in fewer iterations than the paper's, every sample of every size",
         lambda ours, paper: ours is not None and ours < paper,
     ),
     "stalls": Rule("final error above 0.01", lambda ours: ours >= SMALL / 10),

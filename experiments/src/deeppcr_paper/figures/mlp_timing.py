@@ -63,7 +63,7 @@ def over_depths(records: list[Record], activation: str, way: str, experiment: st
         same_y([*shown.values()], log=True)
     legend(figure, colours, "width w")
     name, paper = f"{experiment}-{activation}-{way}", _PAPER.get(activation, "fig. 3")
-    title = f"{way.capitalize()} pass of a deep network, {style.activation(activation)}"
+    title = f"{way.capitalize()} pass, {style.activation(activation)}"
     title += ", in plain PyTorch" if experiment == "mlp-printed" else ""
     return Drawing(name, title, paper, caption(records, way, overs, parallel), figure)
 
