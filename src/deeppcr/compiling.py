@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -64,10 +64,15 @@ def compile_side_by_side(every: Collection[Asked]) -> None:
 
 
 class _Threads(ThreadPoolExecutor):
-    """Threads that compile as whoever asks them would."""
+    """Threads that leave out what whoever asks them leaves out."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(copy_context().run, fn, *args, **kwargs)
+        return super().submit(_compiled_without, _left_out.get(), partial(fn, *args, **kwargs))
+
+
+def _compiled_without(left_out: bool, compiled: Callable[[], Any]) -> Any:
+    _left_out.set(left_out)
+    return compiled()
 
 
 @contextmanager

@@ -66,6 +66,15 @@ def test_what_stands_beside_each_other_is_a_sum_of_products():
     assert aten.cat.default not in targets(row)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_product_of_what_is_joined_with_itself(dim):
+    def squared(h, x):
+        joined = torch.cat([h, x], dim)
+        return joined @ joined
+
+    check(squared, normal(2, 4) if dim == 0 else normal(4, 2), normal(2, 4) if dim == 0 else normal(4, 2))
+
+
 def test_what_is_sliced_as_it_was_joined_is_not_joined():
     row = check(lambda z: torch.sub(*torch.cat([z.sin(), z], -1).chunk(2, -1)), normal(1, 4))
     assert aten.cat.default not in targets(row)

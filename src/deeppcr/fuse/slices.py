@@ -161,8 +161,8 @@ def _without_cat(node: fx.Node, rewriter: _Rewriter) -> fx.Node | None:
         total, at = None, 0
         for part in args[0]:
             size = _value(part).shape[dim]
-            beside = rewriter.slice(node, b if wide is a else a, 1 - dim, at, at + size)
-            pair = (part, beside) if wide is a else (beside, part)
+            beside = rewriter.slice(node, b if dim else a, 1 - dim, at, at + size)
+            pair = (part, beside) if dim else (beside, part)
             term = rewriter.make(node, _aten.mm.default, *pair)
             total = term if total is None else rewriter.make(node, _aten.add.Tensor, total, term)
             at += size
