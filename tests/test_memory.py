@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deeppcr
 from deeppcr import FixedIterations, GivenJacobian, Implicit, Newton, Unrolled
 from deeppcr.linear import Dense
+from deeppcr.linearised import Linearised
 from deeppcr.sequence import Sequence
 from problems import Generator, mlp
 
@@ -101,6 +102,32 @@ def test_the_budget_bounds_what_forming_the_blocks_takes():
             problem.solve(solver=solver)
 
     assert peak(lambda: run(blocks // 8)) < 0.8 * peak(lambda: run(None))
+
+
+class Held(deeppcr.DenseJacobian):
+    """Notes how many of the blocks that it formed before are still there when it forms others."""
+
+    def evaluate(self, sequence, previous, steps):
+        found = super().evaluate(sequence, previous, steps)
+        made.append(weakref.ref(found[1].data.untyped_storage()))
+        held.append(sum(each() is not None for each in made[:-1]))
+        return found
+
+
+made, held = [], []
+
+
+def test_products_with_parts_of_the_jacobians_hold_one_part_at_a_time():
+    problem = mlp(Generator(0, torch.float32), 24, 2, width=4)
+    sequence = Sequence(problem.step, problem.z0, problem.xs)
+    states = sequence.layout.pack(problem.loop().detach(), lead=1)
+    jacobian = Held(memory_budget=4 * 2 * 4 * 4 * 4 * 6)
+    steps = Linearised(sequence, states)
+    assert jacobian.steps_at_once(sequence) < 12
+    adjoint = torch.randn_like(states)
+    assert torch.allclose(steps._by(jacobian, adjoint), steps.pull(adjoint), atol=1e-5)
+    assert len(held) > 2
+    assert not any(held)
 
 
 def test_blocks_are_neither_copied_nor_kept_beyond_their_iteration():

@@ -78,8 +78,10 @@ def _compiled_without(left_out: bool, compiled: Callable[[], Any]) -> Any:
 @contextmanager
 def for_kernel(kernel: Any) -> Iterator[None]:
     """Inside, what is compiled is this kernel."""
-    token = _left_out.set(getattr(kernel, "one_lane_a_thread", False))
-    _make_optional()
+    one_lane = getattr(kernel, "one_lane_a_thread", False)
+    if one_lane:
+        _make_optional()
+    token = _left_out.set(one_lane)
     try:
         yield
     finally:
@@ -89,14 +91,14 @@ def for_kernel(kernel: Any) -> Iterator[None]:
 @cache
 def _make_optional() -> None:
     """Have Triton ask each time before it adds one of the passes. (Where two threads do this at once, it asks twice.)"""
-    from triton._C.libtriton import passes
+    from triton._C import libtriton
 
+    known = getattr(getattr(libtriton, "passes", None), "ttgpuir", None)
     for name in _PASSES:
-        add = getattr(passes.ttgpuir, name, None)
+        add = getattr(known, name, None)
         if add is not None:
-            setattr(passes.ttgpuir, name, partial(_unless_left_out, add))
+            setattr(known, name, partial(_unless_left_out, add))
 
 
-def _unless_left_out(add: Callable[..., None], *given: Any) -> None:
-    if not _left_out.get():
-        add(*given)
+def _unless_left_out(add: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    return None if _left_out.get() else add(*given, **named)  # as others call it, too

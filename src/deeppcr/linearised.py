@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -74,7 +75,12 @@ class Linearised:
 
     def _by(self, jacobian: Jacobian, adjoint: Tensor) -> Tensor:
         """``pull(adjoint)`` by Jacobians."""
-        return torch.cat([blocks.apply(adjoint[part]).detach() for part, blocks in Transposed(self, jacobian)])[1:]
+
+        def product(part: slice, blocks: Blocks) -> Tensor:
+            return blocks.apply(adjoint[part]).detach()
+
+        # In a loop, the blocks of one part would be held until those of the next are there.
+        return torch.cat([*starmap(product, Transposed(self, jacobian))])[1:]
 
     def walk(self, gradients: Tensor) -> Tensor:
         """The adjoint as the loop finds it, from the last step to the first, unchecked."""

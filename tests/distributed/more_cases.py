@@ -202,6 +202,8 @@ def refused_network(mesh, what):
         return made(torch.nn.utils.rnn.pack_sequence([x[:, 0]]), mesh=mesh)
     if what == "reset":
         return made(x, reset=torch.zeros(5, 2, dtype=torch.bool), mesh=mesh)
+    if what == "start":
+        return made(x, torch.zeros(1, 2, 4, dtype=torch.float32 if mesh.get_local_rank() == 1 else x.dtype), mesh=mesh)
     return made(x[..., :2] if mesh.get_local_rank() == 1 else x, mesh=mesh)
 
 

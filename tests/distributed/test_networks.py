@@ -28,7 +28,12 @@ def test_networks(team, name, options):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("packed", "expected a tensor"), ("reset", "in one direction alone"), ("width", "rank 1 of 3: ValueError: input")],
+    [
+        ("packed", "expected a tensor"),
+        ("reset", "in one direction alone"),
+        ("start", "rank 1 of 3: TypeError: hx: expected torch.float64"),
+        ("width", "rank 1 of 3: ValueError: input"),
+    ],
 )
 def test_what_is_refused(team, what, words):
     raised = team.run(3, "distributed.more_cases", "refused_network", what=what)

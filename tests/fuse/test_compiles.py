@@ -9,6 +9,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -283,6 +284,26 @@ def test_passes_are_left_out_of_kernels_of_one_lane_alone():
     compiling.compile_side_by_side([compiling.Asked(each, 1, (), 1, None) for each in (alone, other, alone)])
     compiling._unless_left_out(other.compiled.append, "afterwards")
     assert (alone.compiled, other.compiled) == ([], ["coalesce", "afterwards"])
+
+
+def test_a_pass_that_can_be_left_out_is_called_as_others_call_it():
+    assert compiling._unless_left_out(lambda *given, **named: (given, named), "passes", wide=32) == (
+        ("passes",),
+        {"wide": 32},
+    )
+
+
+def test_kernels_compile_where_triton_has_no_such_passes(monkeypatch):
+    monkeypatch.setattr(triton._C, "libtriton", bare := ModuleType("triton._C.libtriton"))
+    monkeypatch.setitem(sys.modules, bare.__name__, bare)
+    monkeypatch.setattr(bare, "passes", ModuleType("passes"), raising=False)
+    compiling._make_optional.cache_clear()
+    try:
+        with for_kernel(compiling.with_one_lane(Kernel())):
+            pass
+    finally:
+        compiling._make_optional.cache_clear()
+    assert not compiling._left_out.get()
 
 
 def test_what_fails_while_launches_are_looked_at_leaves_nothing_behind():
