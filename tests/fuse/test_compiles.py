@@ -143,7 +143,7 @@ def compile_step(name: str) -> None:
         *((kernels.roll, {"PRODUCT": product, "WHOLE": whole, "ALL": every, **block}) for product, whole, every in (
             (True, False, True), (False, True, True), (False, False, True), (True, False, False), (False, True, False))),
         *((kernels.sweep, {"MAP": as_map, "WHOLE": whole, **block}) for as_map, whole in ((True, False), (False, False), (False, True))),
-        *((kernels.join, {"PART": part, "GROUPS": 8, "LANES": 4}) for part in parts_of(program.width)),
+        *((kernels.join, {"PART": part, "GROUPS": 8, "LANES": 4}) for part in parts_of(program.width, program.dtype)),
     ]  # fmt: skip
     for number, (kernel, constants) in enumerate(asked):
         signature = {each: "constexpr" if each in constants else kind_of(each) for each in kernel.arg_names}

@@ -43,3 +43,10 @@ def test_a_capture_that_fails_leaves_the_streams_as_they_were():
     x.fill_(5)
     replay()
     assert found.tolist() == [10, 10, 10]
+
+
+def test_nothing_is_captured_where_memory_is_not_cached(monkeypatch):
+    """PyTorch finds that out inside, and then draws no more random numbers."""
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    with pytest.raises(RuntimeError, match="a graph has its memory from PyTorch's cache"):
+        capture(lambda: pytest.fail("it was called"), None)  # type: ignore[arg-type]

@@ -209,6 +209,7 @@ class Passes:
         self.done: int = 0
         # Where nothing is launched, nothing is written.
         ahead = compiles_ahead()
+        self._is_waited_for: bool = most is None and run.device.type == "cuda" and not ahead
         self.states: Tensor = run.initial if ahead else run.new_states(every)
         self.notes: Notes = Notes(cut.limit, run.rows, run.device, len(run.initial) if cut.digits else 0)
         self._in_one: Found | None = None
@@ -233,6 +234,8 @@ class Passes:
             (self._cut, done, wanted, guessed_from), (*given, self.states), partial(self._make, done, wanted)
         )
         self.done = wanted
+        if self._is_waited_for:
+            self.notes.send()
 
     def _make(self, first: int, last: int) -> None:
         run, cut, notes = self._run, self._cut, self.notes
@@ -284,8 +287,9 @@ class Passes:
         unsettled = 0 if settled else left[-1]
         others = of_chunks = None
         self._kind.looks = bool(suspected)
-        if suspected or cut.every > 1:
-            others, of_chunks = self._of_chunks(bool(suspected and (hidden or not cut.looks)))
+        unseen = bool(suspected and (hidden or not cut.looks))
+        if unseen or cut.every > 1:
+            others, of_chunks = self._of_chunks(unseen)
         return Found(
             self._run.length, self.states, notes, passes, cut.chunk, 0 if over else unsettled, floored, unsettled, others,
             of_chunks,
@@ -312,7 +316,7 @@ def join_lanes(
         starts, ends, products, sizes, maps, notes.corrections, notes.unsettled, notes.taken, notes.residual,
         *sizes_of_join, passes, limit, *tolerance,
     )  # fmt: skip
-    for part in parts_of(width):
+    for part in parts_of(width, real):
         launch(
             run.kernels.join, -(-rows // lanes), arguments, (part, groups, lanes),
             warps=max(1, groups * lanes // 32), integers=(real, *(size >= 2**31 for size in sizes_of_join)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ def capture(function: Callable[[], T], stream: torch.cuda.Stream, pool: Any = No
     Raises:
         RuntimeError: it asks the host, say, which a graph cannot; the current stream is as it was
     """
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:  # to find that out inside would leave random numbers unusable
+        raise RuntimeError("PYTORCH_NO_CUDA_MEMORY_CACHING is set, and a graph has its memory from PyTorch's cache")
     graph = torch.cuda.CUDAGraph()
     how: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
     with RECORDING, on_stream(stream), no_collection(), torch.cuda.graph(graph, **how):

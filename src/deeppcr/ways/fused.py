@@ -171,12 +171,13 @@ class Call:
     @property
     def has_kernels(self) -> bool:
         """Whether the step has kernels, as far as anybody has tried."""
-        return not isinstance(self.fused, str | None)
+        fused = self._fused or self.fused  # as a rule known: it is asked in every warm call, several times
+        return fused is not None and type(fused) is not str
 
     @property
     def known(self) -> tuple[FusedStep, int]:
         """The step's kernels, which there are, and L."""
-        fused, length = self.fused, self.length
+        fused, length = self._fused or self.fused, self.length
         assert fused is not None
         assert not isinstance(fused, str)
         assert length is not None

@@ -208,8 +208,9 @@ def test_a_large_input_does_not_hide_the_layers_after_it(activation, size, width
     off, known = (states - loop).abs().amax(-1) / loop.abs().amax(-1), net.solution.known_steps.tolist()
     assert max(off[:steps, row].max() for row, steps in enumerate(known)) <= 1e-3
     assert net.solution.result is Result.CONVERGED
-    # On ARM processors, where other digits are rounded, what is below the last digit of a first state of 1e8 is told to be unknown.
-    if activation == "tanh" or size < 1e8 or platform.machine() == "x86_64":
+    # On ARM processors and GPUs, where other digits are rounded, what is below the last digit of a first state of 1e8 is told to be unknown.
+    usual = by_kernels.type == "cpu" and platform.machine() == "x86_64"
+    if activation == "tanh" or size < 1e8 or usual:
         assert known == [40, 40]
 
 
