@@ -167,7 +167,7 @@ class _Expected:
 
     def closures(self) -> list[Tensor] | None:
         """None where they are gone, or others by now."""
-        found = [reference() for reference in self._references]
+        found: list[Any] = [reference() for reference in self._references]
         # One that is put away keeps its shape, but no memory for kernels to read.
         return found if self._looks.fit(found) and _memory_of(found) == self._memory else None
 
@@ -181,8 +181,9 @@ class Looks:
 
     def __init__(self, tensors: list[Tensor]):
         self._aligned = _aligned(tensors)
+        of: Any = TensorGuards
         self._guards = [
-            TensorGuards(each, dynamic_dims_sizes=[list(each.shape)], dynamic_dims_strides=[list(each.stride())])
+            of(each, dynamic_dims_sizes=[list(each.shape)], dynamic_dims_strides=[list(each.stride())])
             for each in tensors
         ]
 
