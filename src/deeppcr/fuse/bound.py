@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import aligned, compiles_ahead, current_stream, repeat
+from ..launch import aligned, compiles_ahead, repeat
 from .compiled import Kernels
 from .program import Program
 from .tile_program import TileProgram
@@ -22,29 +22,8 @@ _LANES = {True: 128, False: 32}
 _STAGES, _FEW_STAGES, _MANY = 8, 4, 3
 #: So many numbers take no longer to be copied to the host than one.
 _FEW = 4096
-#: By device and stream, pinned memory of the host that nobody uses at the moment: as many pieces as there were solves at once.
-_landings: dict[tuple[int, int], list[Tensor]] = {}
 #: Of a step so many ways are remembered in which what it reads may lie.
 _MOST_SHAPES = 64
-
-
-class _Landing:
-    """Memory of the host to which a device copies while the host does something else.
-
-    It is never given back, which would end the capture of a graph. It goes to whoever is next on the stream, where a copy that nobody has
-    waited for is over before theirs begins.
-    """
-
-    def __init__(self, device: int):
-        self._free: list[Tensor] = _landings.setdefault((device, current_stream(device)), [])
-        try:
-            self.memory: Tensor = self._free.pop()
-        except IndexError:
-            with torch.inference_mode(False):
-                self.memory = torch.empty(_FEW, dtype=torch.float32, device="cpu", pin_memory=True)
-
-    def __del__(self) -> None:
-        self._free.append(self.memory)
 
 
 class Notes:
@@ -60,39 +39,22 @@ class Notes:
     """
 
     _copied: Tensor | None
-    _landing: _Landing | None
 
     def __init__(self, limit: int, rows: int, device: torch.device, batch: int = 0):
         """``batch``: B where ``known`` is asked for, else 0."""
-        self._limit, self._rows, self._batch, self._copied, self._landing = limit, rows, batch, None, None
+        self._limit, self._rows, self._batch, self._copied = limit, rows, batch, None
         self._places = _places(limit, rows, batch)
         self.memory: Tensor = torch.empty(self._places[-1] + limit + 3, dtype=torch.float32, device=device)
 
-    def send(self) -> None:
-        """Have a GPU copy what ``counts`` gives to the host as soon as it is noted, while that does something else."""
-        landing = self._landing = self._landing or _Landing(self.memory.get_device())
-        sent = self._counted
-        landing.memory[: sent.numel()].copy_(sent, non_blocking=True)
-
-    @property
-    def _counted(self) -> Tensor:
-        """``unsettled``, and all else where that is little, since somebody may ask for it."""
-        return self.memory if self.memory.numel() <= _FEW else self.memory[self._places[3] :]
-
     def counts(self) -> list[int]:
-        """``unsettled``, waited for."""
-        landing, self._landing = self._landing, None
-        if landing is None:  # nothing was sent: it is on the host already
-            self._copied = self._counted.cpu()
-            seen = self._copied.numpy()
-        else:
-            torch.cuda.current_stream(self.memory.device).synchronize()
-            seen = landing.memory.numpy()[: self._counted.numel()]
+        """``unsettled``, waited for; and all else that is little, since somebody may ask for it.
+
+        Not by way of pinned memory: to let go of that while a graph is captured ends the capture.
+        """
+        few = self.memory.numel() <= _FEW
+        self._copied = (self.memory if few else self.memory[self._places[3] :]).cpu()
         # By NumPy: the host has nothing else to do now, and a view of PyTorch's takes as long as a launch.
-        counts = seen[-(self._limit + 3) :].view("int32").tolist()
-        if landing is not None and counts[self._limit]:  # then it is asked which lanes these are
-            self._copied = torch.from_numpy(seen.copy())
-        return counts
+        return self._copied.numpy()[-(self._limit + 3) :].view("int32").tolist()
 
     def on_host(self) -> Notes:
         """The same in the memory of the host: one copy, where each operation on a GPU would take longer than all of them here. Who asks has
@@ -104,9 +66,7 @@ class Notes:
     def moved_to(self, memory: Tensor) -> Notes:
         """The same in a copy of the memory."""
         made = object.__new__(Notes)  # by ``copy`` it takes as long as the copy of the memory
-        made.__dict__.update(
-            self.__dict__, memory=memory, _copied=memory if memory is self._copied else None, _landing=None
-        )
+        made.__dict__.update(self.__dict__, memory=memory, _copied=memory if memory is self._copied else None)
         return made
 
     def rough(self, rows: int) -> list[bool]:

@@ -209,7 +209,6 @@ class Passes:
         self.done: int = 0
         # Where nothing is launched, nothing is written.
         ahead = compiles_ahead()
-        self._is_waited_for: bool = most is None and run.device.type == "cuda" and not ahead
         self.states: Tensor = run.initial if ahead else run.new_states(every)
         self.notes: Notes = Notes(cut.limit, run.rows, run.device, len(run.initial) if cut.digits else 0)
         self._in_one: Found | None = None
@@ -234,8 +233,6 @@ class Passes:
             (self._cut, done, wanted, guessed_from), (*given, self.states), partial(self._make, done, wanted)
         )
         self.done = wanted
-        if self._is_waited_for:
-            self.notes.send()
 
     def _make(self, first: int, last: int) -> None:
         run, cut, notes = self._run, self._cut, self.notes
