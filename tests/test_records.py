@@ -106,6 +106,17 @@ def test_a_loop_that_is_short_forward_may_be_long_enough_with_its_backward_pass(
     assert record.is_worth_kernels(again=True)
 
 
+@pytest.mark.parametrize(
+    ("device", "loop", "tried"), [("cuda", 0.02, [3, 4, 5]), ("cuda", 0.001, []), ("cpu", 0.02, [])]
+)
+def test_what_comes_again_on_a_gpu_pays_for_a_trial_together(device, loop, tried):
+    record, found = known(device), []
+    record.seconds["loop"] = loop
+    for record.solves in range(6):
+        found += [record.solves] * (record.choose()[0] != "loop")
+    assert found == tried
+
+
 def test_the_gradients_of_a_graph_are_those_of_a_parallel_solve(monkeypatch):
     monkeypatch.setattr(Record, "expected_newton", lambda self, loop: 10 * loop)
     record = known("cuda", loop=1.0, graph=0.1)

@@ -13,6 +13,7 @@ from deeppcr.fuse import compiled, tile_rules
 from deeppcr.fuse import trace as tracing
 from deeppcr.fuse.compiled import kernels_of
 from deeppcr.fuse.expressions import NotCovered
+from deeppcr.fuse.kinds import first_chunk, is_shorter_in_one
 from deeppcr.fuse.tile_program import TileProgram
 from deeppcr.fuse.tiled import groups_of
 from deeppcr.fuse.trace import one_row
@@ -319,6 +320,17 @@ def test_narrow_steps_of_many_operations(width, tiled, device, kernels):
             solution = deeppcr.solve(step, z0, xs, solver=Newton(chunk=2))
     assert solution.plan.evaluation == f"fused kernels ({'tiles' if tiled else 'narrow'})"
     assert error(solution.states, by_loop(step, z0, xs)) < 1e-5
+
+
+@pytest.mark.parametrize(("width", "longest"), [(16, 96), (64, 128)])
+def test_so_few_steps_are_one_chunk(width, longest, device):
+    weight = torch.eye(width, device=device)
+    layout = Layout.of(torch.zeros(1, width, device=device), None)
+    program = kernels_of(one_row(lambda z: torch.tanh(z @ weight), layout, None), layout).program
+    assert program.parts.tiled
+    for length in (longest, longest + 1):
+        chunk = first_chunk(length, 1, program)
+        assert is_shorter_in_one(length, chunk, program) == (length == longest)
 
 
 def test_narrow_steps_that_a_compiler_would_not_end(device, monkeypatch):

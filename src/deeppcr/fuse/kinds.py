@@ -21,6 +21,8 @@ _GROWTH = 4
 _PATIENCE = 8
 #: Passes that a solve takes as a rule: of elementwise steps, and of narrow ones. To be launched and joined takes each as long as so many steps.
 _USUAL_PASSES, _JOIN = {True: 2, False: 4}, 16
+#: The same of steps on tiles, of which so many tangents take as long as the step.
+_PASSES_ON_TILES, _TANGENTS = 2, 32
 #: So many lanes keep the device busy.
 _BUSY = 2**18
 
@@ -106,8 +108,8 @@ class Kind:
 
 def is_shorter_in_one(length: int, chunk: int, program: Program | TileProgram) -> bool:
     """Whether the loop in one kernel is expected to be done before chunks have joined: each pass takes the steps of a chunk with all tangents."""
-    if program.parts.tiled:
-        return False
+    if isinstance(program, TileProgram):  # whose tangents are side by side
+        return length <= _PASSES_ON_TILES * (chunk * (1 + max(1, program.width / _TANGENTS)) + _JOIN)
     return length <= _USUAL_PASSES[program.elementwise] * (chunk * (1 + program.width) + _JOIN)
 
 

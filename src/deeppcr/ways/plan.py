@@ -24,9 +24,9 @@ Way = Literal["loop", "graph", "newton"]
 
 #: Steps after which it is estimated how long a loop takes; the first ones warm up.
 PROBED, _WARM = 6, 2
-#: So many seconds a loop must take for a parallel solve without kernels to be tried, by type of device; and the seconds that an
-#: operation takes in a loop, in a parallel solve, and for each number of it.
-_WORTH_NEWTON = {"cuda": 0.05, "cpu": 0.1}
+#: So many seconds a loop must take for a parallel solve without kernels to be tried, by type of device; or all loops of its kind so far, if
+#: each takes so many. And the seconds that an operation takes in a loop, in a parallel solve, and for each number of it.
+_WORTH_NEWTON, _WORTH_AGAIN = {"cuda": 0.05, "cpu": 0.1}, {"cuda": 0.005}
 _OPERATION = {"cuda": (10e-6, 3e-6, 5e-12), "cpu": (5e-6, 80e-6, 1e-9)}
 #: A backward pass takes so many times as long as the forward pass with a graph for gradients: of a loop, and of a parallel solve. On a CPU
 #: that was 0.7 to 1.4 and 0.1 to 0.8 for recurrent cells and layers of 4 to 32 numbers; on an H200, of MLPs (README.md), 2.5 to 3.2 and
@@ -140,7 +140,8 @@ class Record:
     def _candidates(self) -> list[Way]:
         """The ways that are worth trying beside the loop."""
         loop = self.total("loop")
-        if loop < _WORTH_NEWTON.get(self.device, _WORTH_NEWTON["cpu"]):
+        worth = _WORTH_NEWTON.get(self.device, _WORTH_NEWTON["cpu"])
+        if loop < min(worth, _WORTH_AGAIN.get(self.device, worth)) or max(1, self.solves) * loop < worth:
             return []
         newton = self.expected_newton(self.seconds["loop"])
         # To import what it needs pays once the loops of a kind have taken as long.
