@@ -1,15 +1,21 @@
-"""How long the kernels of the loops of ``loops.py`` take to compile, on any machine: python benchmarks/compile_time.py [--json FILE] [NAME ...]
+"""How long the kernels of the loops of ``loops.py`` take to compile: python benchmarks/compile_time.py [--device cpu|cuda] [--json FILE] [NAME ...]
 
-The kernels that a solve launches with its default settings, and the loop in one kernel, compiled for an H200 one after the other. Seconds of the
+With a GPU: seconds from a step to all kernels of its kind, gradients included, traced and compiled side by side, in a process that finds nothing
+on the disk; and in a second one, which finds what the first has left. What PyTorch and Triton import for that was imported before.
+
+Without one (--device cpu): the kernels that a solve launches with its default settings, and the loop in one kernel, compiled for an H200 one after the other. Seconds of the
 processor, so that it may be busy with something else: in all, of which the longest; a solve has them compiled side by side. Kernels of one lane
 a thread are compiled a second time with the passes of Triton's that the library leaves out, and the instructions compared.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,18 +28,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deeppcr import launch, runtime
-from deeppcr.compiling import Asked, for_kernel
+from deeppcr.compiling import Asked, compile_side_by_side, for_kernel
 from deeppcr.fuse import back
 from deeppcr.newton import USUAL
 from deeppcr.ways.begun import Ready
 from deeppcr.ways.fused import Call
 from loop_problems import BOTH, FORWARD, TABLE, Loop, Prepared
-from records import Results, parser_of, set_up
+from records import Results, parse, parser_of, set_up
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
-#: Seconds that all kernels of a kind of solve may take, gradients included, and steps that are enough to see which these are.
-MOST, STEPS = 10.0, 4_096
+#: Seconds that all kernels of a kind of solve may take, gradients included, and in a second process; and steps that are enough to see which
+#: these are.
+MOST, AGAIN, STEPS = 10.0, 0.5, 4_096
 
 
 @dataclass
@@ -56,6 +63,19 @@ class Case:
     @property
     def failed(self) -> bool:
         return not self.same
+
+
+@dataclass
+class InProcesses:
+    """Seconds for all kernels of a loop in a process, and in a second one; or why there are none."""
+
+    loop: str
+    seconds: list[float]
+    failure: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failure)
 
 
 def source_for(kernel: Any, arguments: Sequence[Any]) -> ASTSource:
@@ -96,10 +116,10 @@ def asked_by(*makes: Callable[[], Any]) -> list[Asked]:
     return found
 
 
-def kernels_of(loop: Loop) -> dict[str, list[Asked]]:
+def kernels_of(loop: Loop, device: torch.device = torch.device("cpu")) -> dict[str, list[Asked]]:
     """By direction; those of gradients are those that come in addition."""
     length, rows = min(loop.L, STEPS), min(loop.B, 64)
-    inputs = Prepared(Loop(loop.name, loop.make, length, rows, loop.D, loop.dtype), torch.device("cpu")).inputs
+    inputs = Prepared(Loop(loop.name, loop.make, length, rows, loop.D, loop.dtype), device).inputs
     call = Call(inputs.step, inputs.z0, inputs.xs, None if inputs.xs is not None else length, None)
     fused: Any = call.make()
     assert not isinstance(fused, str), fused
@@ -144,18 +164,45 @@ def case_of(loop: Loop, direction: str, every: list[Asked]) -> Case:
     return case
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, "the first loop alone")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these loops: pendulum, gru-wide, ...")
-    options = parser.parse_args(arguments)
-    options.device = "cpu"
-    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # which differs where a source lies elsewhere
-    set_up(torch.device("cpu"))
-    results = Results("compile-time", options, target="sm_90")
-    loops = [loop for loop in TABLE if not options.names or loop.name in options.names]
+def in_this_process(loop: Loop, device: torch.device) -> float:
+    """Seconds for all kernels of a loop."""
+    kernels_of(next(each for each in TABLE if each.make is not loop.make), device)  # which imports what that needs
+    torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    compile_side_by_side([asked for every in kernels_of(loop, device).values() for asked in every])
+    return time.perf_counter() - begun
+
+
+def in_processes(loop: Loop) -> InProcesses:
+    found = InProcesses(loop.name, [])
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            program = [sys.executable, __file__, "--device", "cuda", "--here", loop.name]
+            done = subprocess.run(
+                program, env={**os.environ, "TRITON_CACHE_DIR": folder}, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                found.failure = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+                break
+            found.seconds.append(json.loads(done.stdout.splitlines()[-1]))
+    return found
+
+
+def with_a_gpu(loops: Sequence[Loop], results: Results) -> None:
+    print("seconds in a process, and in a second one")
+    for loop in loops:
+        case = in_processes(loop)
+        results.cases.append(case)
+        print(f"{loop.name:18}" + (case.failure or " ".join(f"{each:6.2f}" for each in case.seconds)), flush=True)
+        for seconds, what, most in zip(case.seconds, ("", ", a second process"), (MOST, AGAIN), strict=False):
+            results.claim(f"{loop.name}: all kernels{what}, s", seconds, most)
+        results.save()
+
+
+def without_device(loops: Sequence[Loop], results: Results) -> None:
     print("seconds of the processor: in all, the longest kernel | with nothing left out | the same instructions")
     with as_on_a_gpu():
-        for loop in loops[:1] if options.quick else loops:
+        for loop in loops:
             cases = [case_of(loop, direction, every) for direction, every in kernels_of(loop).items()]
             results.cases += cases
             for case in cases:
@@ -163,6 +210,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{loop.name:18}{case.direction:22}{of_all}{case.same}", flush=True)
             results.claim(f"{loop.name}: longest kernel, s", max(max(case.seconds) for case in cases), MOST)
             results.save()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, "the first loop alone")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these loops: pendulum, gru-wide, ...")
+    parser.add_argument("--here", action="store_true", help="on a GPU: in this process, and nothing is written")
+    options = parse(parser, arguments)
+    device = torch.device(options.device)
+    loops = [loop for loop in TABLE if not options.names or loop.name in options.names]
+    loops = loops[:1] if options.quick or options.here else loops
+    set_up(device)
+    if options.here:
+        print(in_this_process(loops[0], device))
+        return 0
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # which differs where a source lies elsewhere
+    results = Results("compile-time", options, target="sm_90" if device.type == "cpu" else "this GPU")
+    (without_device if device.type == "cpu" else with_a_gpu)(loops, results)
     return results.finish()
 
 

@@ -1,6 +1,7 @@
 """How long kernels take to compile: which they are, without a device, and what is written of them."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -34,7 +35,27 @@ def test_other_instructions_are_a_failure(bench, monkeypatch, tmp_path, precisio
     monkeypatch.setattr(bench, "kernels_of", lambda loop: {"forward": [asked], "forward and backward": [asked]})
     monkeypatch.setattr(bench, "compiled", lambda asked: (next(texts), 0.5))
     path = tmp_path / "found.json"
-    assert bench.main(["pendulum", "--json", str(path), "--commit", "abc1234"]) == 1
+    assert bench.main(["pendulum", "--device", "cpu", "--json", str(path), "--commit", "abc1234"]) == 1
     found = json.loads(path.read_text())
     assert [case["same"] for case in found["cases"]] == [True, False]
     assert found["targets"] == [{"name": "pendulum: longest kernel, s", "value": 0.5, "limit": 10.0, "met": True}]
+
+
+def test_a_second_process_has_a_limit_of_its_own(bench, monkeypatch, tmp_path):
+    times = iter([8.0, 0.6])
+
+    def run(program, env, **how):
+        assert program[2:] == ["--device", "cuda", "--here", "pendulum"]
+        assert env["TRITON_CACHE_DIR"]
+        return subprocess.CompletedProcess(program, 0, f"warnings\n{next(times)}\n", "")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    loop = next(each for each in bench.TABLE if each.name == "pendulum")
+    options = bench.parser_of("", "").parse_args(["--json", str(tmp_path / "found.json"), "--commit", "abc1234"])
+    results = bench.Results("compile-time", options)
+    bench.with_a_gpu([loop], results)
+    assert [(claim.value, claim.met) for claim in results.claims] == [(8.0, True), (0.6, False)]
+    monkeypatch.setattr(
+        bench.subprocess, "run", lambda program, **how: subprocess.CompletedProcess(program, 1, "", "x\nno kernels")
+    )
+    assert bench.in_processes(loop).failure == "no kernels"
