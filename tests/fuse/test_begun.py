@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import deeppcr
+from deeppcr import Newton
 from deeppcr.fuse import run as fuse_run
 from deeppcr.sequence.fingerprint import Told
 from deeppcr.ways import begun, fused, plan
@@ -259,11 +260,13 @@ LOOKS = {
     "values": (lambda w, z, x: (w.data.mul_(-0.5), x.data.mul_(2), (z + 1, x))[-1], True),
     "other data": (lambda w, z, x: (set_data(w, -0.5 * w.data), (z, x))[1], True),
     "data that lie otherwise": (lambda w, z, x: (set_data(w, (-w.data)[:1].expand(2)), (z, x))[1], False),
+    "less of its data": (lambda w, z, x: (set_data(w, w.data[:1]), (z, x))[1], False),
     "no gradients of the weight": (lambda w, z, x: (w.requires_grad_(False), (z, x))[1], False),
     "other strides": (lambda w, z, x: (z, x.mT.contiguous().mT), False),
     "other places": (lambda w, z, x: (misaligned(z), misaligned(x)), False),
     "another length": (lambda w, z, x: (z, x[:5]), False),
     "other rows": (lambda w, z, x: (z[:1], x[:, :1]), False),
+    "inputs that all rows share": (lambda w, z, x: (z, x[:, :1]), False),
     "inputs without gradients": (lambda w, z, x: (z, x.detach()), False),
 }
 
@@ -284,6 +287,50 @@ def test_a_step_that_tells_what_it_depends_on_is_not_looked_at_again(name, seen,
         for one, other in zip(ours, theirs, strict=True):
             assert error(one, other) < 1e-9
     assert order == ["launch"]
+
+
+def test_several_ways_to_look_are_known_at_once_and_not_more_than_some(seen, device):
+    step, z0, xs = Known(device), normal(2, 2, device=device), normal(6, 2, 2, device=device)
+    ways = [(z0, xs), (z0, xs.mT.contiguous().mT), (misaligned(z0), xs), (z0, xs[:5])]
+    with torch.no_grad():
+        for again in (False, False, True):
+            for given in ways:
+                found, order = seen.of(lambda given=given: solved(step, *given))
+                assert not again or order == ["launch"]
+                assert error(found.states, by_loop(step, *given)) < 1e-9
+        for newton in [Newton(chunk=4) for _ in range(begun._MOST_LOOKS)]:  # of which none comes again
+            deeppcr.solve(step, z0, xs, solver=newton)
+    (expected,) = begun._expected.values()
+    assert 0 < len(expected._known) <= begun._MOST_LOOKS
+
+
+def test_settings_count(seen, device):
+    """Of a step that is not looked at again, too: what was settled for others is not what these ask for."""
+    step, z0, xs = Known(device), normal(2, 2, device=device), normal(24, 2, 2, device=device)
+    coarse = Newton(chunk=4, atol=0.1, rtol=0.1)
+    with torch.no_grad():
+        for newton in (*[coarse] * 4, NEWTON, NEWTON, coarse, NEWTON):
+            found, _ = seen.of(lambda newton=newton: deeppcr.solve(step, z0, xs, solver=newton))
+            assert found.tolerance.rtol == newton.tolerance(torch.float64).rtol
+            assert newton is coarse or error(found.states, by_loop(step, z0, xs)) < 1e-9
+
+
+@pytest.mark.parametrize("place", ["state", "inputs"])
+def test_nested_tensors_are_refused_by_an_error(place, monkeypatch, device):
+    """They have no strides: whoever compares those must not end the process."""
+    monkeypatch.setattr(plan, "_WORTH_KERNELS", 0.0)
+
+    def step(z, x):
+        return torch.sin(z[0]) + x[0], z[1] + x[1]
+
+    z0, xs = (normal(2, 2, device=device),) * 2, (normal(6, 2, 2, device=device),) * 2
+    with torch.no_grad():
+        for _ in range(4):
+            found = deeppcr.solve(step, z0, xs)
+        assert by_kernels(found)
+        nested = torch.nested.as_nested_tensor([*xs[0]])
+        with pytest.raises(RuntimeError, match="NestedTensorImpl"):
+            deeppcr.solve(step, (z0[0], nested), xs) if place == "state" else deeppcr.solve(step, z0, (xs[0], nested))
 
 
 def test_kernels_that_were_refused_are_not_launched_again(seen, device):

@@ -9,7 +9,6 @@ shape that it was made for, and written to none that anybody knows.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from functools import cache
 from operator import is_
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
 from ..bounded import Bounded
 from ..newton import USUAL, Newton
@@ -35,6 +33,7 @@ _expected = Bounded(_MOST)
 _MOST_MISSED = 3
 #: Of a step so many ways are remembered in which the tensors of a call may look.
 _MOST_LOOKS = 16
+_UNKNOWN = (None, None, None)
 
 
 class Ready:
@@ -46,7 +45,7 @@ class Ready:
         run: the kernels with what they read
         known, kind: what is known of such solves; and a copy for this one to change
         expected: by which it was launched early, if it was
-        seen: the call's tensors, and what else it was given, where nobody has noted them
+        looks: of the call's tensors, where nobody has noted them
         certain: whether it is known that these are the step's kernels and tensors
         passes: the first of them, where they were launched
     """
@@ -79,7 +78,7 @@ class Ready:
         if loop:
             self.kind = fuse().run.Kind(length, length)
         self.expected: _Expected | None = None
-        self.seen: tuple[list[Tensor], tuple[Any, ...]] | None = None
+        self.looks: tuple[Any, ...] | None = None
         self.certain: bool = False
 
     def know_kind(self) -> None:
@@ -142,23 +141,19 @@ class _Expected:
 
     def __init__(self, fused: FusedStep, signature: tuple[Any, ...], closures: list[Tensor], missed: int):
         self.fused, self.signature, self.missed = fused, signature, missed
-        self._references = list(map(weakref.ref, closures))
-        self._looks, self._memory = Looks(closures), _memory_of(closures)
-        self._known: list[tuple[Looks, tuple[Any, ...], Newton, Settled, Any]] = []
+        self._closures = [(weakref.ref(each), each.untyped_storage().nbytes(), _look(each)) for each in closures]
+        self._known: dict[tuple[Any, ...], tuple[Newton, Settled, Any]] = {}
 
-    def note(self, seen: tuple[list[Tensor], tuple[Any, ...]], ready: Ready, key: Any) -> None:
-        """What is settled of calls in which the same is seen, and the key of their kind."""
-        tensors, others = seen
-        known = self._known[1 - _MOST_LOOKS :]
-        self._known = [*known, (Looks(tensors), others, ready.newton, ready.settled, key)]
+    def note(self, looks: tuple[Any, ...], ready: Ready, key: Any) -> None:
+        """What is settled of calls that look so, and the key of their kind."""
+        if len(self._known) >= _MOST_LOOKS:
+            self._known.clear()
+        self._known[looks] = ready.newton, ready.settled, key
 
-    def known(self, seen: tuple[list[Tensor], tuple[Any, ...]], newton: Newton) -> tuple[Settled | None, Any]:
+    def known(self, looks: tuple[Any, ...], newton: Newton) -> tuple[Settled | None, Any]:
         """The same of a call with these settings; (None, None) where nobody has noted it."""
-        tensors, others = seen
-        for looks, same, asked, settled, key in self._known:
-            if asked is newton and same == others and looks.fit(tensors):
-                return settled, key
-        return None, None
+        asked, *found = self._known.get(looks, _UNKNOWN)
+        return (found[0], found[1]) if asked is newton else (None, None)
 
     def is_of(self, fused: FusedStep, signature: tuple[Any, ...], closures: list[Tensor]) -> bool:
         """Whether another call reached the same."""
@@ -167,44 +162,32 @@ class _Expected:
 
     def closures(self) -> list[Tensor] | None:
         """None where they are gone, or others by now."""
-        found: list[Any] = [reference() for reference in self._references]
-        # One that is put away keeps its shape, but no memory for kernels to read.
-        return found if self._looks.fit(found) and _memory_of(found) == self._memory else None
+        found = []
+        for reference, memory, look in self._closures:
+            tensor = reference()
+            # One that is put away keeps its shape, but no memory for kernels to read.
+            if tensor is None or tensor.untyped_storage().nbytes() != memory or _look(tensor) != look:
+                return None
+            found.append(tensor)
+        return found
 
 
-def _memory_of(tensors: list[Tensor]) -> list[int]:
-    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    """All that launches depend on but for its address and its numbers."""
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_neg(),
+        tensor.data_ptr() % 16,
+    )  # fmt: skip
 
 
-class Looks:
-    """How tensors look: all that launches depend on but for their addresses and their numbers."""
-
-    def __init__(self, tensors: list[Tensor]):
-        self._aligned = _aligned(tensors)
-        of: Any = TensorGuards
-        self._guards = [
-            of(each, dynamic_dims_sizes=[list(each.shape)], dynamic_dims_strides=[list(each.stride())])
-            for each in tensors
-        ]
-
-    def fit(self, tensors: Sequence[Any]) -> bool:
-        """Whether others look the same; what is no tensor does not."""
-        # By PyTorch's own guards: to ask a tensor for its shape, strides, dtype ... in Python takes four times as long.
-        fits = len(tensors) == len(self._guards) and all(map(_check, self._guards, tensors))
-        return fits and _aligned(tensors) == self._aligned
-
-
-_check = TensorGuards.check
-
-
-def _aligned(tensors: Sequence[Tensor]) -> list[int]:
-    return [place % 16 for place in map(Tensor.data_ptr, tensors)]
-
-
-def _seen_in(call: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """The tensors that are given to a call; and what else is, and is set while it is made."""
-    return [*call.states, *call.inputs], (
-        call.length, call.given_length, call.spec, call.inputs_spec, call.batch_dims, call.planned,
+def _looks_of(call: Any) -> tuple[Any, ...] | None:
+    """Of all that is given to a call, and what is set while it is made; None where something is no dense tensor."""
+    try:
+        looks = [_look(each) for each in (*call.states, *call.inputs)]
+    except (AttributeError, RuntimeError):
+        return None
+    return (
+        *looks, call.length, call.given_length, call.spec, call.inputs_spec, call.batch_dims, call.planned,
         torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
     )  # fmt: skip
 
@@ -214,11 +197,11 @@ def begin(call: Any, newton: Newton) -> Ready | None:
     expected = _expected.get(_place(call)) if call.every == 1 and call.states else None
     if expected is None or expected.missed >= _MOST_MISSED:
         return None
-    fused, closures, seen = expected.fused, expected.closures(), _seen_in(call)
+    fused, closures, looks = expected.fused, expected.closures(), _looks_of(call)
     device = fused.layout.device
-    if closures is None or is_elsewhere(device) or is_capturing(device) or call.is_observed:
+    if closures is None or looks is None or is_elsewhere(device) or is_capturing(device) or call.is_observed:
         return None
-    settled, key = expected.known(seen, newton)
+    settled, key = expected.known(looks, newton)
     if settled is not None:
         call.refusal = None  # as for those that looked the same
     elif call.refusal is not None or expected.signature != call.signature:
@@ -234,7 +217,7 @@ def begin(call: Any, newton: Newton) -> Ready | None:
         return None
     ready.expected = expected
     if settled is None:
-        ready.seen = seen
+        ready.looks = looks
     elif isinstance(call.step, Told):  # which never changes, so nobody has to look at it again
         ready.certain, expected.missed = True, 0
         call.know(key, fused)
@@ -255,8 +238,8 @@ def taken(call: Any, fused: FusedStep, newton: Newton) -> Ready | None:
     ):
         assert ready.expected is not None
         ready.expected.missed = 0
-        if ready.seen is not None:
-            ready.expected.note(ready.seen, ready, call.key)
+        if ready.looks is not None:
+            ready.expected.note(ready.looks, ready, call.key)
         return ready
     # Modules whose parameters are swapped refuse to convert what somebody has weak references to.
     swapped = torch.__future__.get_swap_module_params_on_conversion()
