@@ -360,3 +360,15 @@ def test_a_step_that_rounds_otherwise_beside_others_is_left_to_the_loop_by_defau
         found = deeppcr.solve(step, z0, xs)
     assert found.result is Result.LOOP
     assert torch.equal(found.states, loop.states)
+
+
+@pytest.mark.parametrize("solver", [None, Newton(), deeppcr.Loop()])
+def test_gradients_of_no_rows_are_zeros(solver, device):
+    """As the loop's: an empty batch is to leave no parameter without a gradient."""
+    layer, xs = torch.nn.Linear(4, 4, device=device), torch.zeros(5, 0, 4, device=device, requires_grad=True)
+    states = deeppcr.solve(
+        lambda z, x: torch.tanh(layer(z)) + x, torch.zeros(0, 4, device=device), xs, solver=solver
+    ).states
+    assert states.shape == (5, 0, 4)
+    states.sum().backward()
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in (xs, *layer.parameters()))

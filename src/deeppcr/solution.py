@@ -304,11 +304,12 @@ def without_iterations(
     )
 
 
-def of_no_rows(z0: Any, batch_dims: int | None, length: int) -> Solution:
-    """Of a batch without rows, of which no step is taken."""
+def of_no_rows(z0: Any, batch_dims: int | None, length: int, states: Any = None) -> Solution:
+    """Of a batch without rows. ``states``: of the loop, where somebody may want gradients, which are zeros; else no step is taken."""
     first, said = pytree.tree_leaves(z0)[0], "there is no row"
     none = first.new_zeros(first.shape[: 1 if batch_dims is None else batch_dims], dtype=torch.long)
-    states = pytree.tree_map(lambda leaf: leaf.expand(length, *leaf.shape), z0)
+    if states is None:
+        states = pytree.tree_map(lambda leaf: leaf.expand(length, *leaf.shape), z0)
     about: dict[str, Any] = {"dtype": first.dtype.to_real(), "z0": pytree.tree_map(torch.detach, z0)}
     return without_iterations(states, (), none, Plan(notes=[said]), said, **about)
 

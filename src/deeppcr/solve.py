@@ -20,6 +20,7 @@ from .jacobian import Jacobian
 from .newton import USUAL, Loop, Newton
 from .newton.guess import RepeatInitial, as_guess
 from .runtime import in_functorch, outside_of_graph
+from .sequence.bare import states_of
 from .sequence.lengths import up_to
 from .sequence.sequence import find_length
 from .sequence.words import what_does_not_fit
@@ -165,7 +166,9 @@ def _solve(
         return solve_over(Ranks.of(mesh), loop, USUAL if solver is None else solver, guess, gradient, on_failure)
     step, z0, xs, length, batch_dims = loop
     if has_no_rows(z0, batch_dims):
-        return of_no_rows(z0, batch_dims, find_length(step, xs, length)).keeping(_every(keep, step, xs, length))
+        steps = find_length(step, xs, length)
+        states = states_of(step, z0, xs, steps) if torch.is_grad_enabled() else None
+        return of_no_rows(z0, batch_dims, steps, states).keeping(_every(keep, step, xs, length))
     if lengths is not None:
         if isinstance(solver, Newton):
             refuse_given(solver.jacobian)

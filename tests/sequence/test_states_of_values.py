@@ -132,6 +132,69 @@ KINDS = {
 }
 
 
+def by_default():
+    def tick(calls=[0]):  # noqa: B006 - which is the point
+        calls[0] += 1
+        return calls[0]
+
+    return tick
+
+
+def by_the_length_of_a_default():
+    def tick(other=None, calls=[]):  # noqa: B006
+        calls.append(None)
+        return len(calls)
+
+    return tick
+
+
+def by_a_default_of_a_module():
+    class Counts(torch.nn.Module):
+        def forward(self, calls=[0]):  # noqa: B006
+            calls[0] += 1
+            return calls[0]
+
+    return Counts()
+
+
+def by_an_argument_of_a_partial():
+    def tick(calls):
+        calls[0] += 1
+        return calls[0]
+
+    return partial(tick, [0])
+
+
+class Noting:
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self):
+        self.seen.append(None)
+        return len(getattr(self, "seen"))  # noqa: B009
+
+
+def by_a_bound_method():
+    calls = []
+    count = calls.__len__
+
+    def tick():
+        calls.append(None)
+        return count()
+
+    return tick
+
+
+KINDS |= {
+    "default": (by_default, "entries"),
+    "length of a default": (by_the_length_of_a_default, "calls"),
+    "default of a module": (by_a_default_of_a_module, "entries"),
+    "argument of a partial": (by_an_argument_of_a_partial, "entries"),
+    "asked for by its name": (Noting, "seen"),
+    "asked for by a method": (by_a_bound_method, "calls"),
+}
+
+
 def late(tick):
     """A step whose inputs count for less when it was called often."""
     return lambda z, x: torch.tanh(0.7 * z) + (0.5 if tick() > LATE else 1.0) * x

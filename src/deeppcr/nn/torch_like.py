@@ -263,7 +263,7 @@ class GRU(TorchLike, nn.GRU):
 
     Under autocast, and with parameters in half precision, steps are taken in float32, and outputs have the dtype that PyTorch's have.
     The attribute ``mode`` is PyTorch's own name for the kind of the cell; ours is ``run_mode``. ``solutions`` tells how the last pass
-    went. Second derivatives, TorchScript: ``mode="sequential"``, ``deeppcr.nn.revert``.
+    went. Second derivatives, ``torch.jit.trace``: ``mode="sequential"``; TorchScript: ``deeppcr.nn.revert``.
 
     Args:
         args, options: those of ``torch.nn.GRU``

@@ -24,6 +24,7 @@ from types import (
     MappingProxyType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
 )
 from typing import Any
@@ -45,6 +46,8 @@ _DEPTH = 8
 _NOT_RUN = frozenset(("__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__reduce__", "__del__"))
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _WITHOUT_DEPTH = (nn.Module, *CONTAINERS)
+#: Methods of what is written in C, ``append`` and ``__len__`` say.
+_BOUND_IN_C = (BuiltinMethodType, MethodWrapperType)
 #: What may be changed, and then is another thing; and all that is not looked into for more.
 _CHANGING = (Tensor, torch.Generator, random.Random)
 _NOTHING_INSIDE = (*_CHANGING, type, ModuleType, nn.Module, float)
@@ -152,7 +155,7 @@ class Walk:
             ]
         if kind is MethodType:
             return [("__func__", value.__func__), ("__self__", value.__self__)]
-        if kind is BuiltinMethodType:
+        if kind in _BOUND_IN_C:
             return [("__name__", value.__name__), ("__self__", value.__self__)]
         if issubclass(kind, _STANDING_FOR_OTHERS):
             see = next(_SEEN_THROUGH[each] for each in kind.__mro__ if each in _SEEN_THROUGH)
@@ -182,9 +185,7 @@ class Walk:
     def _held_by_function(self, function: FunctionType) -> list[tuple[Hashable, Any]]:
         code, scope = function.__code__, function.__globals__
         cells = dict(zip(code.co_freevars, map(contents_of, function.__closure__ or ()), strict=True))
-        held: list[tuple[Hashable, Any]] = [*enumerate(function.__defaults__ or ())]
-        if function.__kwdefaults__:
-            held += function.__kwdefaults__.items()
+        held: list[tuple[Hashable, Any]] = _defaults_of(function)
         if is_of_library(scope.get("__name__")):
             return [*held, *cells.items()]
         names = names_in(code)
@@ -244,6 +245,14 @@ class Walk:
         return found
 
 
+def _defaults_of(function: FunctionType) -> list[tuple[Hashable, Any]]:
+    """What arguments are where nobody gives them, by their names."""
+    found: list[tuple[Hashable, Any]] = [*(function.__kwdefaults__ or {}).items()]
+    if given := function.__defaults__:
+        found += zip(function.__code__.co_varnames[: function.__code__.co_argcount][-len(given) :], given, strict=True)
+    return found
+
+
 #: By place, that is by the id of what holds a thing and its name there: with what holds it, what that is called, and itself.
 Values = dict[tuple[Hashable, Hashable], tuple[Any, str | None, Any]]
 
@@ -258,7 +267,7 @@ def reached_by(
         without: the ids of what has no state for this step, and is not to be looked into, but for dictionaries
     """
     if issubclass(type(step), nn.Module):
-        return [step], _shared([step], ())
+        return [step], _shared([step], (), without)
     found: dict[int, nn.Module] = {}
     plain: set[Any] = set()
     values: Values = {}
@@ -281,11 +290,12 @@ def reached_by(
             values[place] = owner, called.get(id(owner)), each
     if used is not None:
         used |= walk.used | plain
-    return list(found.values()), values | _shared(found.values(), walk.functions())
+    return list(found.values()), values | _shared(found.values(), walk.functions(), without)
 
 
-def _shared(roots: Iterable[nn.Module], functions: Iterable[FunctionType]) -> Values:
-    """The generators of the whole process from which functions, or modules and those inside of them, draw by name.
+def _shared(roots: Iterable[nn.Module], functions: Iterable[FunctionType], without: Collection[int]) -> Values:
+    """The generators of the whole process from which functions, or modules and those inside of them, draw by name; and what modules
+    have in common with all of their class: what arguments of ``forward`` are by default.
 
     Whoever only has names that are those of distributions (``gamma``, ``sample``) is not to answer for what other threads draw.
     """
@@ -303,7 +313,11 @@ def _shared(roots: Iterable[nn.Module], functions: Iterable[FunctionType]) -> Va
         found: Iterable[Any] = (*map(scope.get, own), *map(contents_of, function.__closure__ or ()))
         for each in found:
             held.add(id(each.__self__ if type(each) in (MethodType, BuiltinMethodType) else each))
-    return {
+    kept: Values = {}
+    for forward in forwards:
+        if any(issubclass(type(each), CONTAINERS) for _, each in _defaults_of(forward)):
+            kept |= reached_by(forward, without=without)[1]
+    return kept | {
         (module, "state"): (module, None, generator)
         for module, generator in shared_generators()
         if "random" in names or id(sys.modules[module]) in held or id(generator) in held
@@ -332,7 +346,7 @@ def never_read(step: Any) -> set[int]:
     for owner, name, each in _outside_of_modules(walk):
         names = added if type(each) in _ADDED_TO else looked_up if issubclass(type(each), dict) else None
         if names is not None and name is not _INSIDE:  # in another container it is known by no name
-            names.setdefault(id(each), set()).add(None if isinstance(owner, CONTAINERS) else _last(name))
+            names.setdefault(id(each), set()).add(None if _has_no_name(owner, name) else _last(name))
     codes, read, counted = [each for each in walk.used if type(each) is CodeType], {None}, set()
     for code in codes:
         codes += [each for each in code.co_consts if type(each) is CodeType]
@@ -343,12 +357,21 @@ def never_read(step: Any) -> set[int]:
                 read.update(others if following.argval in _ADDING else (*others, last))
                 if not _looks_up(following):
                     counted.add(last)
+        for words in (read, counted):  # as attributes are asked for: getattr(self, "seen")
+            words.update(each for each in code.co_consts if type(each) is str)
     return {
         number
         for names, reading in ((added, read), (looked_up, counted))
         for number, each in names.items()
         if each.isdisjoint(reading)
     }
+
+
+def _has_no_name(owner: Any, name: Hashable) -> bool:
+    """Whether code reads what stands there by no name of its own: in a container, among the arguments of a partial, behind a bound method."""
+    if type(owner) in _BOUND_IN_C:
+        return owner.__name__ not in _ADDING
+    return isinstance(owner, CONTAINERS) or type(name) is int
 
 
 def _looks_up(following: dis.Instruction) -> bool:
