@@ -347,7 +347,8 @@ def never_read(step: Any) -> set[int]:
         names = added if type(each) in _ADDED_TO else looked_up if issubclass(type(each), dict) else None
         if names is not None and name is not _INSIDE:  # in another container it is known by no name
             names.setdefault(id(each), set()).add(None if _has_no_name(owner, name) else _last(name))
-    codes, read, counted = [each for each in walk.used if type(each) is CodeType], {None}, set()
+    codes: list[CodeType] = [each for each in walk.used if type(each) is CodeType]
+    read, counted = set[Any]((None,)), set[Any]()
     for code in codes:
         codes += [each for each in code.co_consts if type(each) is CodeType]
         for this, following in pairwise(dis.get_instructions(code)):
