@@ -2,14 +2,21 @@
 
 import pytest
 
+from deeppcr import runtime
 from deeppcr.ways import plan
 from quicker import quick_interpreter
 from scripts import dry_run, precision
 
-__all__ = ["dry_run", "nothing_is_cold", "precision", "quick_interpreter"]
+__all__ = ["dry_run", "nothing_is_cold", "precision", "quick_interpreter", "without_kernels"]
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_cold(monkeypatch):
     """What a solve does is not to depend on what tests before it have imported."""
     monkeypatch.setattr(plan, "_COLD", 0.0)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Steps have none, on a GPU either: where earlier runs have left compiled ones, first calls would take them."""
+    monkeypatch.setattr(runtime, "KERNEL_DEVICES", set())

@@ -250,6 +250,7 @@ def test_only_the_rows_that_drift_lose_the_floor(device):
     assert [each is Result.FINISHED_BY_LOOP for each in solution.results] == [False, True, False, False]
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.filterwarnings("ignore::deeppcr.ConvergenceWarning")
 def test_a_recording_hands_over_what_may_be_rounding_or_not(device, monkeypatch):
     if device.type == "cpu":

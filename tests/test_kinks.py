@@ -53,6 +53,7 @@ def test_gradients_where_states_vanish(settings, dtype, gradient, device):
     assert_those_of_the_loop(found.states, problem, dtype)
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_who_is_handed_to_the_loop_is_told_why(device):
     problem = vanishing(torch.float32, device)
     with pytest.warns(
@@ -208,6 +209,7 @@ def test_the_rule_of_the_paper_promises_nothing(device):
     assert problem.solve(solver=Newton(stop=deeppcr.PaperTest())).result is Result.CONVERGED
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_solves_that_are_replayed(device, monkeypatch):
     if device.type == "cpu":
         monkeypatch.setitem(record.RECORDERS, "cpu", Tape)

@@ -11,6 +11,7 @@ from kernel_support import pairwise
 from problems import CHAOTIC, Generator, attention, lorenz, mlp, plain_loop, relative_error
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("chunk", [1, 8, "auto"])
 @pytest.mark.parametrize(
     ("growth", "stop"),  # the paper's absolute residual cannot be met where states reach 1e17

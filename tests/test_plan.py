@@ -15,8 +15,7 @@ from problems import plain_loop
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch):
-    monkeypatch.setattr(runtime, "KERNEL_DEVICES", set())
+def nothing_is_known(without_kernels):
     plan.forget_records()
     fused.forget_kernels()
     yield

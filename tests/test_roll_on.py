@@ -13,6 +13,8 @@ from kernel_support import thorough
 from problems import Generator, plain_loop, relative_error
 from tape import Tape
 
+pytestmark = pytest.mark.usefixtures("without_kernels")  # which have no chunks that are rolled out
+
 
 def logistic(z, rate):
     return rate * z * (1 - z)

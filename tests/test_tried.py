@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import deeppcr
-from deeppcr import Newton, Result, gradient, runtime
+from deeppcr import Newton, Result, gradient
 from deeppcr.sequence.evaluate import StepError
 from deeppcr.ways import fused, plan
 from problems import plain_loop
@@ -16,9 +16,8 @@ ALWAYS_SAVES = hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
 
 
 @pytest.fixture(autouse=True)
-def every_loop_is_long(monkeypatch, device):
+def every_loop_is_long(without_kernels, monkeypatch, device):
     """Long enough to try other ways, of which none is known, and without kernels."""
-    monkeypatch.setattr(runtime, "KERNEL_DEVICES", set())
     monkeypatch.setitem(plan._WORTH_NEWTON, device.type, 0.0)
     monkeypatch.setitem(plan._OPERATION, device.type, (1.0, 0.0, 0.0))
     plan.forget_records()

@@ -7,7 +7,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import deeppcr
-from deeppcr import Loop, Newton, Result, runtime
+from deeppcr import Loop, Newton, Result
 from deeppcr.graphs import loop as recorded_loop
 from deeppcr.graphs import record
 from deeppcr.graphs.cache import captured_solves
@@ -244,8 +244,8 @@ def test_without_graphs_on_the_device(monkeypatch):
         deeppcr.solve(torch.cos, torch.ones(2), length=5, solver=GRAPH)
 
 
-def test_without_kernels_on_the_device(device, monkeypatch):
-    monkeypatch.setattr(runtime, "KERNEL_DEVICES", set())
+@pytest.mark.usefixtures("without_kernels")
+def test_without_kernels_on_the_device(device):
     with pytest.raises(ValueError, match="there is no kernel"):
         deeppcr.solve(torch.cos, torch.ones(2, device=device), length=5, solver=Loop(by="kernel"))
     with pytest.raises(ValueError, match='by: expected "python", "graph" or "kernel"'):

@@ -70,14 +70,15 @@ def test_initial_states_that_nobody_gave_are_made_once(device):
     module, x = ours.LSTM(3, 4, mode="parallel", device=device), torch.randn(9, 2, 3, device=device)
     with torch.inference_mode():  # a backward pass may keep them all the same
         module(x)
-    first = module._starts(None, 2, x)
-    assert all(one is other and not one.any() for one, other in zip(first, module._starts(None, 2, x), strict=True))
+    starts = lambda rows, x=x: [start for (start,) in module._starts(None, rows, x)]  # noqa: E731
+    first = starts(2)
+    assert all(one is other and not one.any() for one, other in zip(first, starts(2), strict=True))
     module(x)[0].sum().backward()
-    assert module._starts(None, 3, x)[0].shape == (1, 3, 4)
-    assert module._starts(None, 2, x.double())[0].dtype == torch.float64
+    assert starts(3)[0].shape == (3, 4)
+    assert starts(2, x.double())[0].dtype == torch.float64
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert module._starts(None, 2, x)[0] is not first[0]
-    assert module._starts(None, 2**16, x)[0] is not module._starts(None, 2**16, x)[0]  # large ones are not kept
+        assert starts(2)[0] is not first[0]
+    assert starts(2**16)[0] is not starts(2**16)[0]  # large ones are not kept
     assert "_zeros" not in copy.deepcopy(module).__dict__
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

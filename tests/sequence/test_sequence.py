@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deeppcr
-from deeppcr import Newton, StepError, runtime
+from deeppcr import Newton, StepError
 from deeppcr.sequence import Sequence
 from problems import Generator, gru, plain_loop, relative_error
 
@@ -313,11 +313,11 @@ def test_folding_is_compared_with_other_steps_too(step, device):
         deeppcr.solve(deeppcr.rowwise(step), make.normal(3, 4), make.normal(50, 3, 4), solver=Newton())
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("driven", [slice(61, 90), slice(77, 78), slice(-1, None)])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_folding_is_compared_where_inputs_hardly_ever_differ(driven, rows, device, monkeypatch):
+def test_folding_is_compared_where_inputs_hardly_ever_differ(driven, rows, device):
     """Were it not, all steps would see the input of the first, and the residual would be tiny. (Kernels fold nothing.)"""
-    monkeypatch.setattr(runtime, "KERNEL_DEVICES", set())
     xs = torch.zeros(200, rows, 2, dtype=torch.float64, device=device)
     xs[driven] = 1
     step, z0 = lambda z, x: 0.5 * torch.tanh(z) + x[0], torch.zeros(rows, 2, dtype=torch.float64, device=device)

@@ -53,9 +53,13 @@ class OperatedRecurrent(nn.Module):
         """Whether arguments are such that a pass can begin."""
         raise NotImplementedError
 
+    def _dtype_of_autocast(self, device: torch.device) -> torch.dtype | None:
+        """What is computed in under autocast; None without it."""
+        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
     def _run_in_graph(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
         """Each layer in each direction is one operation, which chooses its way when it runs."""
-        mixed = dtype_of_autocast(input.device)
+        mixed = self._dtype_of_autocast(input.device)
         autocast = "" if mixed is None else str(mixed).removeprefix("torch.")
 
         def run(at: int, x: Tensor, start: tuple[Tensor, ...], reset: Tensor | None, lengths: None) -> Any:
@@ -133,13 +137,6 @@ class OperatedRecurrent(nn.Module):
         # Of PyTorch's, which else looks whether its weights were replaced, and lays them out anew.
         theirs = {"_flat_weights": weights, "_flat_weight_refs": [None] * len(weights), "_cells": None}
         return operator.with_tensors(self, **dict(zip(names, weights, strict=True)), **theirs), x, hx, reset
-
-
-def dtype_of_autocast(device: torch.device) -> torch.dtype | None:
-    """What PyTorch's recurrent modules compute in under autocast: on a GPU float16, whichever was asked for. None without it."""
-    if not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.float16 if device.type == "cuda" else torch.get_autocast_dtype(device.type)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ..sequence.words import read_backwards
 from ..solution import Solution
 from .arguments import Mode, check_mode, check_newton, complaint_of
 from .cells import Cell, Restarting, Weights
-from .operated_recurrent import OperatedRecurrent, dtype_of_autocast
+from .operated_recurrent import OperatedRecurrent
 from .ragged import Documents, Padding, begins_backwards, reversed_in_time
 from .repeated import Repeating
 from .report import looped
@@ -299,8 +299,8 @@ class Recurrent(OperatedRecurrent):
         return x, tuple([leaf if leaf.dtype is dtype else leaf.to(dtype) for leaf in ends])
 
     def _dtype_of_outputs(self, x: Tensor, start: Tensor) -> torch.dtype:
-        """That which PyTorch's own kernels give under autocast."""
-        return dtype_of_autocast(x.device) or x.dtype
+        """Under autocast that of autocast."""
+        return self._dtype_of_autocast(x.device) or x.dtype
 
     def _solve(self, at: int, x: Tensor, start: tuple[Tensor, ...], reset: Tensor | None, **how: Any) -> Solution:
         """One layer in one direction; ``how``: as ``solve_steps`` is told.
@@ -309,7 +309,7 @@ class Recurrent(OperatedRecurrent):
         """
         weights = self._weights(at)
         dtype = torch.promote_types(weights["weight_hh"].dtype, torch.float32)
-        mixed = dtype_of_autocast(x.device)
+        mixed = self._dtype_of_autocast(x.device)
         with _AS_IT_IS if mixed is None else torch.autocast(x.device.type, mixed):
             xs: Any = self._cell_type.project(x, weights)
         xs = xs if xs.dtype is dtype else xs.to(dtype)

@@ -65,6 +65,11 @@ class TorchLike(Recurrent):
     #: By kind of call, what is known of it.
     _known: Bounded | None = None
 
+    def _dtype_of_autocast(self, device: torch.device) -> torch.dtype | None:
+        """What PyTorch's own kernels compute in: on a GPU float16, whichever was asked for."""
+        asked = super()._dtype_of_autocast(device)
+        return torch.float16 if asked is not None and device.type == "cuda" else asked
+
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
         why, kind = ASKED if mode == "sequential" else "", None
         if mode == "auto":

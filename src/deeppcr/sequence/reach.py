@@ -185,7 +185,9 @@ class Walk:
     def _held_by_function(self, function: FunctionType) -> list[tuple[Hashable, Any]]:
         code, scope = function.__code__, function.__globals__
         cells = dict(zip(code.co_freevars, map(contents_of, function.__closure__ or ()), strict=True))
-        held: list[tuple[Hashable, Any]] = _defaults_of(function)
+        held: list[tuple[Hashable, Any]] = []
+        if function.__defaults__ or function.__kwdefaults__:
+            held = _defaults_of(function)
         if is_of_library(scope.get("__name__")):
             return [*held, *cells.items()]
         names = names_in(code)
