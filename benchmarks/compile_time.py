@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from typing import Any
 from unittest.mock import patch
 
@@ -188,14 +189,14 @@ def in_processes(loop: Loop) -> InProcesses:
     return found
 
 
-def with_a_gpu(loops: Sequence[Loop], results: Results) -> None:
+def with_a_gpu(loops: Sequence[Loop], results: Results, workers: int = 1) -> None:
     print("seconds in a process, and in a second one")
-    for loop in loops:
-        case = in_processes(loop)
+    pool = ThreadPool(workers)  # each waits for processes
+    for case in pool.imap(in_processes, loops):
         results.cases.append(case)
-        print(f"{loop.name:18}" + (case.failure or " ".join(f"{each:6.2f}" for each in case.seconds)), flush=True)
+        print(f"{case.loop:18}" + (case.failure or " ".join(f"{each:6.2f}" for each in case.seconds)), flush=True)
         for seconds, what, most in zip(case.seconds, ("", ", a second process"), (MOST, AGAIN), strict=False):
-            results.claim(f"{loop.name}: all kernels{what}, s", seconds, most)
+            results.claim(f"{case.loop}: all kernels{what}, s", seconds, most)
         results.save()
 
 
@@ -216,6 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, "the first loop alone")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these loops: pendulum, gru-wide, ...")
     parser.add_argument("--here", action="store_true", help="on a GPU: in this process, and nothing is written")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="on a GPU: loops at a time, where cores suffice (default: 1)"
+    )
     options = parse(parser, arguments)
     device = torch.device(options.device)
     loops = [loop for loop in TABLE if not options.names or loop.name in options.names]
@@ -226,7 +230,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # which differs where a source lies elsewhere
     results = Results("compile-time", options, target="sm_90" if device.type == "cpu" else "this GPU")
-    (without_device if device.type == "cpu" else with_a_gpu)(loops, results)
+    if device.type == "cpu":
+        without_device(loops, results)
+    else:
+        with_a_gpu(loops, results, options.workers)
     return results.finish()
 
 

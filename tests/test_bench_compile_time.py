@@ -58,4 +58,5 @@ def test_a_second_process_has_a_limit_of_its_own(bench, monkeypatch, tmp_path):
     monkeypatch.setattr(
         bench.subprocess, "run", lambda program, **how: subprocess.CompletedProcess(program, 1, "", "x\nno kernels")
     )
-    assert bench.in_processes(loop).failure == "no kernels"
+    bench.with_a_gpu([loop] * 3, results, 2)
+    assert [case.failure for case in results.cases] == ["", *["no kernels"] * 3]

@@ -43,7 +43,9 @@ def test_a_dry_run_of_the_table(dry_run, capsys, monkeypatch):
             assert case["error"] <= 1
             assert all(each > 0 for each in case["seconds"])
             assert case["first_seconds"] > 0
-    assert of_method(record, "Newton()")[0]["iterations"] is not None  # so few steps are one chunk, with kernels on a GPU
+    assert (
+        of_method(record, "Newton()")[0]["iterations"] is not None
+    )  # so few steps are one chunk, with kernels on a GPU
     assert all("chunk: expected" in case["failure"] for case in of_method(record, "nothing"))  # which is no failure
     assert [target["limit"] for target in record["targets"]] == pytest.approx([0.3, 0.9])
     output = capsys.readouterr().out
