@@ -1,7 +1,8 @@
 """How long the kernels of the loops of ``loops.py`` take to compile: python benchmarks/compile_time.py [--device cpu|cuda] [--json FILE] [NAME ...]
 
 With a GPU: seconds from a step to all kernels of its kind, gradients included, traced and compiled side by side, in a process that finds nothing
-on the disk; and in a second one, which finds what the first has left. What PyTorch and Triton import for that was imported before.
+on the disk; and in a second one, which finds what the first has left. What PyTorch and Triton import and look up for the first kernel of
+a process was done before: to find out which compiler it is, Triton reads all of it.
 
 Without one (--device cpu): the kernels that a solve launches with its default settings, and the loop in one kernel, compiled for an H200 one after the other. Seconds of the
 processor, so that it may be busy with something else: in all, of which the longest; a solve has them compiled side by side. Kernels of one lane
@@ -35,6 +36,7 @@ from deeppcr.newton import USUAL
 from deeppcr.ways.begun import Ready
 from deeppcr.ways.fused import Call
 from loop_problems import BOTH, FORWARD, TABLE, Loop, Prepared
+from loop_steps import Inputs
 from records import Results, parse, parser_of, set_up
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -117,10 +119,14 @@ def asked_by(*makes: Callable[[], Any]) -> list[Asked]:
     return found
 
 
-def kernels_of(loop: Loop, device: torch.device = torch.device("cpu")) -> dict[str, list[Asked]]:
-    """By direction; those of gradients are those that come in addition."""
+def shortened(loop: Loop, device: torch.device) -> Inputs:
     length, rows = min(loop.L, STEPS), min(loop.B, 64)
-    inputs = Prepared(Loop(loop.name, loop.make, length, rows, loop.D, loop.dtype), device).inputs
+    return Prepared(Loop(loop.name, loop.make, length, rows, loop.D, loop.dtype), device).inputs
+
+
+def kernels_of(loop: Loop, inputs: Inputs) -> dict[str, list[Asked]]:
+    """By direction; those of gradients are those that come in addition."""
+    length = min(loop.L, STEPS)
     call = Call(inputs.step, inputs.z0, inputs.xs, None if inputs.xs is not None else length, None)
     fused: Any = call.make()
     assert not isinstance(fused, str), fused
@@ -166,11 +172,13 @@ def case_of(loop: Loop, direction: str, every: list[Asked]) -> Case:
 
 
 def in_this_process(loop: Loop, device: torch.device) -> float:
-    """Seconds for all kernels of a loop."""
-    kernels_of(next(each for each in TABLE if each.make is not loop.make), device)  # which imports what that needs
+    """Seconds for all kernels of a loop, of which no kernel is the first one of the process."""
+    another = next(each for each in TABLE if each.make is not loop.make)
+    kernels_of(another, shortened(another, device))[FORWARD][0].compile()
+    inputs = shortened(loop, device)
     torch.cuda.synchronize(device)
     begun = time.perf_counter()
-    compile_side_by_side([asked for every in kernels_of(loop, device).values() for asked in every])
+    compile_side_by_side([asked for every in kernels_of(loop, inputs).values() for asked in every])
     return time.perf_counter() - begun
 
 
@@ -204,7 +212,8 @@ def without_device(loops: Sequence[Loop], results: Results) -> None:
     print("seconds of the processor: in all, the longest kernel | with nothing left out | the same instructions")
     with as_on_a_gpu():
         for loop in loops:
-            cases = [case_of(loop, direction, every) for direction, every in kernels_of(loop).items()]
+            found = kernels_of(loop, shortened(loop, torch.device("cpu")))
+            cases = [case_of(loop, direction, every) for direction, every in found.items()]
             results.cases += cases
             for case in cases:
                 of_all = f"{sum(case.seconds):7.1f} {max(case.seconds):6.1f} | {sum(case.in_full):7.1f} | "

@@ -4,6 +4,7 @@ import json
 import subprocess
 
 import pytest
+import torch
 
 from deeppcr import launch, runtime
 from scripts import script
@@ -16,7 +17,7 @@ def test_the_kernels_of_a_loop_are_found_by_direction(bench):
     loop = next(each for each in bench.TABLE if each.name == "pendulum")
     with bench.as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "JITFunction", object)  # in the tests kernels are interpreted
-        found = bench.kernels_of(loop)
+        found = bench.kernels_of(loop, bench.shortened(loop, torch.device("cpu")))
     names = {direction: {each.kernel.__name__ for each in every} for direction, every in found.items()}
     assert names["forward"] == {"roll", "join"}
     assert names["forward and backward"] > {"sweep", "join"}
@@ -32,7 +33,7 @@ def test_other_instructions_are_a_failure(bench, monkeypatch, tmp_path, precisio
 
     asked = bench.Asked(Narrow, 1, (), 1, None)
     Narrow.__name__ = "roll"
-    monkeypatch.setattr(bench, "kernels_of", lambda loop: {"forward": [asked], "forward and backward": [asked]})
+    monkeypatch.setattr(bench, "kernels_of", lambda loop, inputs: {"forward": [asked], "forward and backward": [asked]})
     monkeypatch.setattr(bench, "compiled", lambda asked: (next(texts), 0.5))
     path = tmp_path / "found.json"
     assert bench.main(["pendulum", "--device", "cpu", "--json", str(path), "--commit", "abc1234"]) == 1

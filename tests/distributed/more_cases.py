@@ -340,10 +340,10 @@ def fused(mesh, kind, lengths):
 
 def written_at_once(mesh, folder):
     """All ranks write the same source of kernels to a fresh folder at the same moment, and import it."""
-    from deeppcr.fuse import compiled
+    from deeppcr.fuse import compiled, kept
 
     source = deeppcr.fuse.source(lambda z: torch.sin(z) * 0.5, torch.zeros(3))
-    with mock.patch.object(compiled, "_folder", return_value=Path(folder)):
+    with mock.patch.object(kept, "_folder", return_value=Path(folder)):
         compiled.module_of.cache_clear()
         dist.barrier(mesh.get_group())
         module = compiled.module_of(source + f"# {folder}\n")

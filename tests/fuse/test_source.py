@@ -1,6 +1,5 @@
 """The source of a step's kernels, for all that ``solve`` takes."""
 
-import hashlib
 import multiprocessing
 import os
 import sys
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import deeppcr
-from deeppcr.fuse import compiled, source
+from deeppcr.fuse import compiled, kept, source
 from deeppcr.fuse.expressions import NotCovered
 
 
@@ -65,19 +64,19 @@ def test_what_is_wrong_is_named():
 def test_what_another_user_could_change_is_not_imported(tmp_path, monkeypatch):
     """Not from a folder of somebody else's, whatever it holds when it is looked at; one that is made is nobody else's to write to."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path / "theirs")
-    monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path / "temporary"))
-    path = compiled._written("deeppcr_step_of_mine", "ours = 1\n")
+    monkeypatch.setattr(kept, "_folder", lambda: tmp_path / "theirs")
+    monkeypatch.setattr(kept.tempfile, "tempdir", str(tmp_path / "temporary"))
+    path = kept.put("deeppcr_step_of_mine.py", "ours = 1\n")
     assert path.parent == tmp_path / "theirs"
     assert path.parent.stat().st_mode & 0o077 == 0
     me = os.getuid()
-    monkeypatch.setattr(compiled.os, "getuid", lambda: me + 1)  # now they belong to another user
+    monkeypatch.setattr(kept.os, "getuid", lambda: me + 1)  # now they belong to another user
     with pytest.raises(PermissionError, match="another user"):
-        compiled._written("deeppcr_step_of_mine", "ours = 1\n")
+        kept.put("deeppcr_step_of_mine.py", "ours = 1\n")
 
 
 def _import_at_once(barrier, folder, text):
-    compiled._folder = lambda: folder
+    kept._folder = lambda: folder
     barrier.wait()
     sys.exit(0 if compiled.module_of(text).LAST == 1 else 1)
 
@@ -93,16 +92,12 @@ def test_eight_processes_write_and_import_the_same_source_at_once(tmp_path):
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 8
-    assert [path.name for path in (tmp_path / "kernels").glob("*.py")] == [f"{module_name(text)}.py"]
-
-
-def module_name(text):
-    return "deeppcr_step_" + hashlib.sha256(text.encode()).hexdigest()[:24]
+    assert [path.name for path in (tmp_path / "kernels").glob("*.py")] == [f"{kept.module_name(text)}.py"]
 
 
 def test_threads_read_a_module_once_and_to_its_end(tmp_path, monkeypatch):
     """One that another thread has just begun to read has nothing in it."""
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(kept, "_folder", lambda: tmp_path)
     source = f"import time\ntime.sleep(0.2)\nLAST = {time.time()}\n"
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(compiled.module_of, [source] * 4))
@@ -111,7 +106,7 @@ def test_threads_read_a_module_once_and_to_its_end(tmp_path, monkeypatch):
 
 
 def test_a_module_whose_reading_was_interrupted_is_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(kept, "_folder", lambda: tmp_path)
     monkeypatch.setenv("DEEPPCR_TEST_INTERRUPTS", "1")
     source = "import os\nif 'DEEPPCR_TEST_INTERRUPTS' in os.environ:\n    raise KeyboardInterrupt\nLAST = 1\n"
     with pytest.raises(KeyboardInterrupt):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import os
 import sys
-import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,6 +21,7 @@ from ..sequence.layout import Layout
 from . import templates, tile_templates
 from .expressions import NotCovered, covering
 from .joints import joints_source
+from .kept import Source, key_of, module_name, put, recalled, remember
 from .program import Program, program_of
 from .text import module_text
 from .tile_program import TileProgram
@@ -50,17 +49,32 @@ class Kernels:
         self.program = program
         self._frames: Any = tile_templates if program.parts.tiled else templates
         self._numbers: dict[torch.device, tuple[int, Tensor]] = {}  # and how many they are
+        self._made: dict[str, Source] = {}  # by what they are remembered, once they are on the disk
+        self._recalled = False
         self.shapes: dict[tuple[Any, ...], Any] = {}
 
     @cached_property
     def forward_source(self) -> str:
-        with TRACING:
-            return module_text(self.program.dtype, self._frames.roll(self.program))
+        return self._source("forward", self._frames.roll)
 
     @cached_property
     def backward_source(self) -> str:
+        return self._source("backward", self._frames.sweep)
+
+    def _source(self, what: str, write: Callable[[Any], str]) -> str:
+        """Written, or found where an earlier process has left it."""
         with TRACING:
-            return module_text(self.program.dtype, self._frames.sweep(self.program))
+            key, numbers = key_of(self.program, what), self.program.code.numbers
+            found = recalled(key)
+            if found is not None and found.numbers[: len(numbers)] == numbers:
+                numbers[:] = found.numbers
+                self._recalled = True
+                return found.text
+            if self._recalled:  # names are given in the order of writing, so that a graph has one source
+                self._frames.roll(self.program)
+            text = module_text(self.program.dtype, write(self.program))
+            self._made[key] = Source(text, list(numbers))
+            return text
 
     @cached_property
     def no_gradients(self) -> str | None:
@@ -93,15 +107,23 @@ class Kernels:
 
     @cached_property
     def roll(self) -> Any:
-        return self._marked(module_of(self.forward_source).roll)
+        return self._marked(self._module(self.forward_source).roll)
 
     @cached_property
     def sweep(self) -> Any:
-        return self._marked(module_of(self.backward_source).sweep)
+        return self._marked(self._module(self.backward_source).sweep)
 
     @cached_property
     def join(self) -> Any:
         return with_one_lane(module_of(joints_source(self.program.width, self.program.dtype)).join)
+
+    def _module(self, text: str) -> ModuleType:
+        module = module_of(text)  # which puts it on the disk
+        for key, source in list(self._made.items()):
+            if source.text == text:
+                remember(key, source)
+                del self._made[key]
+        return module
 
     def _marked(self, kernel: Any) -> Any:
         return kernel if self.program.parts.tiled else with_one_lane(kernel)
@@ -153,36 +175,9 @@ _IMPORTING = threading.Lock()
 @lru_cache(maxsize=_MOST_MODULES)
 def module_of(source: str) -> ModuleType:
     """The module with this source: of a process always the same one, as launches know a kernel by its ``id``."""
-    name = "deeppcr_step_" + hashlib.sha256(source.encode()).hexdigest()[:24]
+    name = module_name(source)
     with _IMPORTING:  # else a thread may find what another one has not read to its end
-        return sys.modules.get(name) or _imported(name, _written(name, source))
-
-
-def _written(name: str, source: str) -> Path:
-    """Where the source stands; written in one step, since other processes may do the same."""
-    for folder in (_folder(), Path(tempfile.gettempdir()) / f"deeppcr-{os.getuid()}"):
-        path = folder / f"{name}.py"
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Who owns it may change what is imported, whatever it held when it was looked at.
-            if folder.stat().st_uid != os.getuid():
-                raise PermissionError(f"{folder} belongs to another user")
-            if path.is_file() and path.read_text() == source:
-                return path
-            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".py", delete=False) as file:
-                file.write(source)
-            os.replace(file.name, path)
-            return path
-        except OSError as error:
-            failure = error
-    raise failure
-
-
-def _folder() -> Path:
-    """Beside what Triton has compiled."""
-    from triton import knobs
-
-    return Path(knobs.cache.dir) / "deeppcr"
+        return sys.modules.get(name) or _imported(name, put(f"{name}.py", source))
 
 
 def _imported(name: str, path: Path) -> ModuleType:
