@@ -76,6 +76,7 @@ def remember(key: str, source: Source) -> None:
 
 def put(name: str, text: str) -> Path:
     """Where a file with this text stands; written in one step, since other processes may do the same."""
+    failure = OSError("there is no folder")
     for folder in _folders():
         path = folder / name
         try:
