@@ -26,8 +26,6 @@ from unittest.mock import patch
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from deeppcr import launch, runtime
 from deeppcr.compiling import Asked, compile_side_by_side, for_kernel
@@ -35,12 +33,11 @@ from deeppcr.fuse import back
 from deeppcr.newton import USUAL
 from deeppcr.ways.begun import Ready
 from deeppcr.ways.fused import Call
+from hopper import HOPPER, source_for
 from loop_problems import BOTH, FORWARD, TABLE, Loop, Prepared
 from loop_steps import Inputs
 from records import Results, parse, parser_of, set_up
 
-HOPPER = GPUTarget("cuda", 90, 32)
-POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
 #: Seconds that all kernels of a kind of solve may take, gradients included, and in a second process; and steps that are enough to see which
 #: these are.
 MOST, AGAIN, STEPS = 10.0, 0.5, 4_096
@@ -79,27 +76,6 @@ class InProcesses:
     @property
     def failed(self) -> bool:
         return bool(self.failure)
-
-
-def source_for(kernel: Any, arguments: Sequence[Any]) -> ASTSource:
-    """As Triton has it for these arguments: integers that are 1 become constants, multiples of 16 and what begins at one are known as such."""
-    signature, constants, attributes = {}, {}, {}
-    free = set(kernel.do_not_specialize or ())
-    for at, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=True)):
-        whole = isinstance(value, int) and name not in free
-        if kernel.params[at].is_constexpr or (whole and value == 1):
-            signature[name], constants[at,] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0:
-                attributes[at,] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if whole and value % 16 == 0:
-                attributes[at,] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32"
-    return ASTSource(kernel, signature, constants, attributes)
 
 
 @contextmanager

@@ -10,21 +10,22 @@ import json
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import torch
 import triton
 from triton._C.libtriton import llvm
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource
 
 from deeppcr import linear
 from deeppcr.linear.kernels import biquad, block_diagonal, dense, diagonal, lookback, recurrence
 from deeppcr.nn import adjoint, forward
 
-HOPPER = GPUTarget("cuda", 90, 32)
-POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+from hopper import HOPPER, source_for
+
 found: list[dict] = []
 #: All sizes that differ in how they are compiled, or some that reach every kernel in each of its forms, of which one is compiled further than read.
 EVERY = "all" in sys.argv
@@ -52,30 +53,15 @@ def compiled_up_to(stage):
 
 
 def compile_for(kernel, arguments, constants, options):
-    """As Triton would for these arguments: integers that are 1 become constants, and multiples of 16 are known as such."""
-    signature, constant, attributes = {}, {}, {}
-    free = set(kernel.do_not_specialize or ())
-    for at, (name, value) in enumerate(zip(kernel.arg_names, [*arguments, *constants], strict=True)):
-        signature[name] = "constexpr"
-        if kernel.params[at].is_constexpr or (value == 1 if isinstance(value, int) and name not in free else False):
-            constant[(at,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[name], attributes[(at,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and name not in free:
-                attributes[(at,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32"
-    key = (kernel.fn.__module__, kernel.fn.__name__, *map(str, (signature, constant, attributes, options)))
+    source = source_for(kernel, [*arguments, *constants])
+    asked = source.signature, source.constants, source.attrs, options
+    key = (kernel.fn.__module__, kernel.fn.__name__, *map(str, asked))
     if key not in already:
         already.add(key)
         name = (kernel.fn.__module__, kernel.fn.__name__, of.get("width"))
         small = name in names and "tf32x3" not in constants  # products are what shared memory is for
         with compiled_up_to("all" if EVERY else "ttir" if small else "llir"):
-            compiled = triton.compile(
-                ASTSource(kernel, signature, constant, attributes), target=HOPPER, options=options
-            )
+            compiled = triton.compile(source, target=HOPPER, options=options)
         names.add(name)
         found.append({"kernel": kernel.fn.__name__, "shared": compiled.metadata.shared, **of})
 
