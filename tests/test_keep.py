@@ -189,7 +189,7 @@ def test_xs_are_taken_apart_some_at_a_time(solver, monkeypatch):
 def test_what_cannot_be_kept_is_named(keep):
     with pytest.raises(ValueError, match="keep: expected"):
         deeppcr.solve(torch.cos, torch.ones(1), length=5, keep=keep)
-    with pytest.raises(ValueError, match="keep: of 5 steps none is the 6th"):
+    with pytest.raises(ValueError, match="keep: there are 5 steps, fewer than 6"):
         deeppcr.solve(torch.cos, torch.ones(1), length=5, keep=6)
 
 

@@ -279,3 +279,14 @@ def test_rows_that_look_at_each_other_see_those_that_are_done_as_they_are(solver
         z = torch.where((l < lengths).unsqueeze(-1), step(z, xs[l]), z)
         states.append(z)
     torch.testing.assert_close(found.states, torch.stack(states), rtol=1e-9, atol=1e-12)
+
+
+def test_lengths_of_two_dimensions_of_rows_are_nested_lists():
+    found = deeppcr.solve(
+        lambda z, x: z + x, torch.zeros(2, 2, 1), torch.ones(3, 2, 2, 1), lengths=[[0, 1], [2, 3]], batch_dims=2
+    )
+    assert found.final.squeeze(-1).tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(TypeError, match="lengths: expected a tensor of integers"):
+        deeppcr.solve(
+            lambda z, x: z + x, torch.zeros(2, 2, 1), torch.ones(3, 2, 2, 1), lengths=[[0, 1.5], [2, 3]], batch_dims=2
+        )

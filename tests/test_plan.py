@@ -113,9 +113,12 @@ def test_what_a_first_parallel_solve_imports_counts_until_loops_have_taken_as_lo
     record = plan.Record("cpu", (20_000, 3, 4), seconds={"loop": 0.5})
     ways = []
     for _ in range(5):
-        ways.append(record.choose()[0])
+        way, why = record.choose()
+        ways.append(way)
+        assert ("what that imports first takes longer" in why) == (way == "loop")
         record.took("loop", 0.5)
     assert ways == ["loop"] * 3 + ["newton"] * 2
+    assert "nothing else is worth a try" in plan.Record("cpu", (20, 3, 4), seconds={"loop": 5e-4}).choose()[1]
     monkeypatch.setitem(sys.modules, "torch._dynamo", plan)
     assert plan.Record("cpu", (20_000, 3, 4), seconds={"loop": 0.5}).choose()[0] == "newton"
 

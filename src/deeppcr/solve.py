@@ -209,7 +209,7 @@ def _every(keep: Any, step: Any, xs: Any, length: int | None) -> int:
         return steps
     if keep > steps:
         raise ValueError(
-            f"keep: of {steps} steps none is the {keep}th; solution.final is the last state, whatever is kept"
+            f"keep: there are {steps} steps, fewer than {keep}; solution.final is the last state, whatever is kept"
         )
     return keep
 

@@ -193,3 +193,33 @@ def test_layers_with_hooks_stay():
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(64)))
     model[5].register_forward_hook(lambda *_: None)
     assert ours.convert(model) == {}
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_parametrized_modules_are_converted_and_reverted(kind):
+    """Whose class a parametrization has made, before or after; when it goes, what is left is the kind that the module has become."""
+    x, theirs = torch.randn(20, 2, 3), getattr(nn, kind)
+    model = nn.Sequential(theirs(3, 4))
+    module = model[0]
+    nn.utils.parametrizations.weight_norm(module, "weight_hh_l0")
+    right = module(x)[0]
+    assert list(ours.convert(model, mode="parallel")) == ["0"]
+    assert isinstance(module, getattr(ours, kind))
+    found = module(x)[0]
+    assert module.solutions[0].result.name == "CONVERGED"
+    assert torch.allclose(found, right, atol=1e-6)
+    slopes = [torch.autograd.grad(each.sum(), list(module.parameters())) for each in (found, right)]
+    torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-5)
+    assert ours.convert(model, mode="sequential") == {}
+    assert module.run_mode == "sequential"
+    assert list(ours.revert(model)) == ["0"]
+    assert not isinstance(module, getattr(ours, kind))
+    assert torch.equal(module(x)[0], right)
+    ours.convert(model)
+    nn.utils.parametrize.remove_parametrizations(module, "weight_hh_l0")
+    assert type(module) is getattr(ours, kind)
+    nn.utils.parametrizations.weight_norm(module, "weight_hh_l0")
+    ours.revert(model)
+    nn.utils.parametrize.remove_parametrizations(module, "weight_hh_l0")
+    assert type(module) is theirs
+    assert torch.allclose(module(x)[0], right, atol=1e-6)

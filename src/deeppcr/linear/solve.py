@@ -241,7 +241,8 @@ def _check(blocks: Blocks, rhs: Tensor, initial: Tensor | None, least: int = 1) 
         raise ValueError("rhs: has no steps (L = 0)")
     if data.ndim < 1 + core:
         raise ValueError(
-            f"blocks: {type(blocks).__name__} expects at least {1 + core} dimensions, got shape {tuple(data.shape)}"
+            f"blocks: {type(blocks).__name__} expects at least {1 + core} dimensions, got shape {tuple(data.shape)}; what is the same at "
+            "all steps is expanded: A.expand(L, *A.shape)"
         )
     if core >= 2 and data.shape[-1] != data.shape[-2]:
         raise ValueError(f"blocks: the matrices must be square, got shape {tuple(data.shape)}")

@@ -12,14 +12,14 @@ from torch.nn.utils.rnn import PackedSequence
 from ..newton import Newton
 
 Mode = Literal["parallel", "sequential", "auto"]
-_MODES = ("parallel", "sequential", "auto")
+MODES = ("parallel", "sequential", "auto")
 #: Why a pass is the loop where nothing was chosen.
 ASKED, EMPTY = 'mode="sequential"', "an empty batch has nothing to solve"
 
 
 def check_mode(mode: Any) -> Mode:
-    if mode not in _MODES:
-        raise ValueError(f"mode: expected one of {', '.join(_MODES)}, got {mode!r}")
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     return mode
 
 
@@ -58,7 +58,7 @@ def complaint_of(module: Any, input: Any, hx: Any, least: int = 1) -> Exception 
     weight = getattr(module, module._all_weights[0][0])
     if x.device != weight.device:
         return ValueError(f"input: expected it on {weight.device}, where the weights are, got {x.device}")
-    loose = torch.is_autocast_enabled(x.device.type)  # which brings all to one dtype
+    loose = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which brings all to one dtype
     if x.dtype != weight.dtype and not loose:
         return TypeError(f"input: expected {weight.dtype}, the dtype of the weights, got {x.dtype}")
     if hx is None:

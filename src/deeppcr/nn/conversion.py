@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..newton import USUAL, Newton
 from .arguments import Mode, check_mode, check_newton
@@ -30,9 +31,9 @@ def convert(
     """Have every ``nn.RNN``, ``nn.GRU``, ``nn.LSTM`` and deep ``nn.Sequential`` of a model run in parallel, in place.
 
     A module stays the object that it is, with its parameters, names and hooks, and becomes one of ``deeppcr.nn``: optimisers, checkpoints
-    and DistributedDataParallel go on as before. Subclasses are somebody's own, and left alone. Of an ``nn.Sequential`` all layers, 64 or
+    and DistributedDataParallel go on as before. Subclasses are somebody's own, and left alone, but for those that parametrizations make. Of an ``nn.Sequential`` all layers, 64 or
     more, have to be alike, and made of layers that are known to keep shapes and to draw no random numbers: linear, normalisations of a
-    row, activations.
+    row, activations. Those with hooks are left alone; a hook that is put on a layer later is called as often as Newton's method calls it.
 
     Args:
         model: any module; it may be one of those itself
@@ -60,13 +61,14 @@ def convert(
     found: dict[str, nn.Module] = {}
     # Outside in, as they are named: what is inside of a network that was converted is run by it.
     for name, module in model.named_modules():
-        ours = _OURS.get(type(module))
-        if _THEIRS.get(type(module)) is not None:  # it was converted before, and gets other settings
+        kind = _kind_of(module)
+        ours = _OURS.get(kind)
+        if _THEIRS.get(kind) is not None:  # it was converted before, and gets other settings
             module.__dict__.update({"mode" if isinstance(module, Sequential) else "run_mode": mode, "newton": newton})
             continue
         if ours is None or (ours is Sequential and not _is_deep(module, trusted)):
             continue
-        module.__class__ = ours
+        _become(module, ours)
         if ours is Sequential:
             module.__dict__.update(mode=mode, newton=newton, _passed=None)
         else:
@@ -89,14 +91,27 @@ def revert(model: nn.Module) -> dict[str, nn.Module]:
     _check_model(model)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        theirs = _THEIRS.get(type(module))
+        theirs = _THEIRS.get(_kind_of(module))
         if theirs is not None:
             # PyTorch's own ``mode`` says which kind of cell it is.
             for added in (*_ADDED, *(("mode",) if theirs is nn.Sequential else ())):
                 module.__dict__.pop(added, None)
-            module.__class__ = theirs
+            _become(module, theirs)
             found[name] = module
     return found
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module]:
+    """Its class; a parametrization makes one for a module by itself, of which the class before is the base."""
+    return type(module).__bases__[0] if is_parametrized(module) else type(module)
+
+
+def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+    own = type(module)
+    if is_parametrized(module):  # whose class has a property for each parametrization
+        held = {name: each for name, each in vars(own).items() if name not in ("__dict__", "__weakref__")}
+        kind = type(own)(own.__name__, (kind,), held)
+    module.__class__ = kind
 
 
 def _check_model(model: Any) -> None:

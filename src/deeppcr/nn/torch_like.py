@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..bounded import Bounded
@@ -20,7 +21,7 @@ from ..runtime import has_kernels, has_tangent, in_functorch, is_capturing
 from ..solution import Result
 from ..stopping import UpdateTest
 from ..ways.fused import covers
-from .arguments import ASKED, EMPTY, Mode, complaint_of
+from .arguments import ASKED, EMPTY, MODES, Mode, complaint_of
 from .cells import Cell, ElmanCell, GRUCell, LSTMCell, Weights
 from .operator import operated
 from .ragged import Episodes, is_sorted
@@ -56,6 +57,12 @@ class _Known(NamedTuple):
     made: bool = False
 
 
+def _has_no_values(input: Any) -> bool:
+    """Whether it stands for a tensor: for its shape, its dtype and its device alone."""
+    data = input.data if isinstance(input, PackedSequence) else input
+    return isinstance(data, FakeTensor) or (isinstance(data, Tensor) and data.is_meta)
+
+
 class TorchLike(Recurrent):
     """What the three share: PyTorch's own kernel is the sequential mode, and says what is wrong with an argument."""
 
@@ -70,10 +77,21 @@ class TorchLike(Recurrent):
         asked = super()._dtype_of_autocast(device)
         return torch.float16 if asked is not None and device.type == "cuda" else asked
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "mode":
+            if value in MODES:
+                raise ValueError(
+                    f"mode: of a module of torch.nn that is the kind of its cell; how this one runs is run_mode = {value!r}"
+                )
+            self.__dict__.pop("_cells", None)  # which are of the kind that it was
+        super().__setattr__(name, value)
+
     def _run(self, input: Any, hx: Any, reset: Tensor | None, mode: Mode) -> Any:
         why, kind = ASKED if mode == "sequential" else "", None
         if mode == "auto":
             why, kind = self._why_by_torch(input, reset)
+        elif mode == "parallel" and _has_no_values(input):
+            why = "there are no values to look at"
         if why and reset is None and isinstance(input, Tensor):  # which PyTorch looks at itself
             return self._by_torch(input, hx, None, why)
         if not self._is_proper(input, hx):

@@ -67,7 +67,7 @@ def up_to(lengths: Any, step: Any, z0: Any, xs: Any, length: int | None, batch_d
     Args:
         step, z0, xs, length, batch_dims: as for ``deeppcr.solve``
     """
-    if isinstance(lengths, (list, tuple)) and all(type(each) is int for each in lengths):
+    if isinstance(lengths, (list, tuple)) and all(type(each) is int for each in pytree.tree_leaves(lengths)):
         lengths = torch.tensor(lengths)
     steps = find_length(step, xs, length)
     leaves, spec = ([], None) if xs is None else pytree.tree_flatten(xs)

@@ -108,6 +108,11 @@ class Record:
                 return way, f"the {self.told('loop')}; {way} is tried"
         if len(self.seconds) == 1:
             why = "; ".join(bar.why for bar in self.barred.values() if bar.until == sys.maxsize)
+            if not why and self._pays() and not self._pays(self._cold):
+                return (
+                    "loop",
+                    f"the {self.told('loop')}; in parallel it would be faster, but what that imports first takes longer",
+                )
             return "loop", f"the {self.told('loop')}, and nothing else is worth a try{': ' if why else ''}{why}"
         return min(self.seconds, key=self.total), "of this kind " + ", ".join(map(self.told, self.seconds))
 
@@ -139,18 +144,28 @@ class Record:
 
     def _candidates(self) -> list[Way]:
         """The ways that are worth trying beside the loop."""
-        loop = self.total("loop")
-        worth = _WORTH_NEWTON.get(self.device, _WORTH_NEWTON["cpu"])
-        if loop < min(worth, _WORTH_AGAIN.get(self.device, worth)) or max(1, self.solves) * loop < worth:
+        if not self._is_worth_newton:
             return []
-        newton = self.expected_newton(self.seconds["loop"])
-        # To import what it needs pays once the loops of a kind have taken as long.
-        cold = 0.0 if "torch._dynamo" in sys.modules else max(0.0, _COLD - self.solves * loop)
-        pays = newton + self._backward("newton", newton) + cold < _PAYS * loop
-        ways: list[Way] = ["newton"] if pays or "newton" in self.seconds else []
+        ways: list[Way] = ["newton"] if self._pays(self._cold) or "newton" in self.seconds else []
         if self.device == "cuda" and ("newton" in self.barred or not ways):
             ways.append("graph")
         return [way for way in ways if way not in self.barred or self.solves >= self.barred[way].until]
+
+    @property
+    def _is_worth_newton(self) -> bool:
+        """Whether loops of this kind take long enough to try anything else."""
+        loop, worth = self.total("loop"), _WORTH_NEWTON.get(self.device, _WORTH_NEWTON["cpu"])
+        return loop >= min(worth, _WORTH_AGAIN.get(self.device, worth)) and max(1, self.solves) * loop >= worth
+
+    def _pays(self, cold: float = 0.0) -> bool:
+        """Whether a parallel solve is expected to be faster, which so many seconds come before."""
+        newton = self.expected_newton(self.seconds["loop"])
+        return self._is_worth_newton and newton + self._backward("newton", newton) + cold < _PAYS * self.total("loop")
+
+    @property
+    def _cold(self) -> float:
+        """Seconds to import what a parallel solve needs: that pays once the loops of a kind have taken as long."""
+        return 0.0 if "torch._dynamo" in sys.modules else max(0.0, _COLD - self.solves * self.total("loop"))
 
     def bar(self, way: Way, why: str, *, for_good: bool = False) -> None:
         """Leave a way alone that did not work; how long it took says nothing of what it takes where it does."""
