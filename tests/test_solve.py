@@ -372,3 +372,21 @@ def test_gradients_of_no_rows_are_zeros(solver, device):
     assert states.shape == (5, 0, 4)
     states.sum().backward()
     assert all(leaf.grad is not None and not leaf.grad.any() for leaf in (xs, *layer.parameters()))
+
+
+def test_of_no_rows_no_step_is_taken(device):
+    """Not one that finds the largest of no numbers; and what it would return is not looked at."""
+    z0, xs = torch.zeros(0, 4, device=device), torch.zeros(9, 0, 4, device=device)
+    scale = torch.full((3,), torch.nan, dtype=torch.float64, device=device, requires_grad=True)
+    given = {"a": z0, "b": z0.to(torch.complex64)}
+    found = deeppcr.solve(lambda z, x: [z["a"] / x.max() * scale], given, xs)
+    assert [(name, leaf.shape, leaf.dtype) for name, leaf in found.states.items()] == [
+        ("a", (9, 0, 4), torch.float32),
+        ("b", (9, 0, 4), torch.complex64),
+    ]
+    (found.states["a"].sum() + found.states["b"].real.sum()).backward()
+    assert scale.grad is not None
+    assert not scale.grad.any()
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, dtype=torch.float64, device=device) for _ in range(3))
+    deeppcr.solve(layers, z0.double()).states.sum().backward()
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in layers.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -304,12 +304,12 @@ def without_iterations(
     )
 
 
-def of_no_rows(z0: Any, batch_dims: int | None, length: int, states: Any = None) -> Solution:
-    """Of a batch without rows. ``states``: of the loop, where somebody may want gradients, which are zeros; else no step is taken."""
+def of_no_rows(z0: Any, batch_dims: int | None, length: int, depends_on: Iterable[Tensor]) -> Solution:
+    """Of a batch without rows, of which no step is taken. ``depends_on``: what has gradients all the same, which are zeros."""
     first, said = pytree.tree_leaves(z0)[0], "there is no row"
     none = first.new_zeros(first.shape[: 1 if batch_dims is None else batch_dims], dtype=torch.long)
-    if states is None:
-        states = pytree.tree_map(lambda leaf: leaf.expand(length, *leaf.shape), z0)
+    nothing = sum(each.reshape(-1)[:0].sum().real.to(first.device) for each in depends_on if each.requires_grad)
+    states = pytree.tree_map(lambda leaf: (leaf + nothing).to(leaf.dtype).expand(length, *leaf.shape), z0)
     about: dict[str, Any] = {"dtype": first.dtype.to_real(), "z0": pytree.tree_map(torch.detach, z0)}
     return without_iterations(states, (), none, Plan(notes=[said]), said, **about)
 

@@ -19,8 +19,8 @@ from .graphs.cache import forget_graphs
 from .jacobian import Jacobian
 from .newton import USUAL, Loop, Newton
 from .newton.guess import RepeatInitial, as_guess
-from .runtime import in_functorch, outside_of_graph
-from .sequence.bare import states_of
+from .runtime import in_functorch, outside_of_graph, tensors_in
+from .sequence.fingerprint import structure_of
 from .sequence.lengths import up_to
 from .sequence.sequence import find_length
 from .sequence.words import what_does_not_fit
@@ -167,8 +167,8 @@ def _solve(
     step, z0, xs, length, batch_dims = loop
     if has_no_rows(z0, batch_dims):
         steps = find_length(step, xs, length)
-        states = states_of(step, z0, xs, steps) if torch.is_grad_enabled() else None
-        return of_no_rows(z0, batch_dims, steps, states).keeping(_every(keep, step, xs, length))
+        wanted = (*structure_of(step)[1], *tensors_in(xs)) if torch.is_grad_enabled() else ()
+        return of_no_rows(z0, batch_dims, steps, wanted).keeping(_every(keep, step, xs, length))
     if lengths is not None:
         if isinstance(solver, Newton):
             refuse_given(solver.jacobian)

@@ -1,6 +1,8 @@
 """What was written of steps is found on the disk by their graphs, and by nothing that is not theirs."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from deeppcr.fuse import compiled, kept, program, tile_program
 from deeppcr.fuse.compiled import kernels_of
 from deeppcr.fuse.trace import one_row
 from deeppcr.sequence.layout import Layout
+from fuse.compared import compare
 
 Z, X = torch.zeros(2, 3), torch.zeros(2, 3)
 TABLE = torch.tensor([0.5, 0.25, 0.125])
@@ -56,8 +59,12 @@ def by_process(step, z, x=None):
 
 
 @pytest.mark.parametrize("what", STEPS)
-def test_a_later_process_derives_nothing(what, folder, monkeypatch):
-    first = by_process(*STEPS[what])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_later_process_derives_nothing(what, differentiated, folder, monkeypatch):
+    """Neither what was launched nor what was only written, to see how long it is."""
+    kernels = made(*STEPS[what])
+    first = sources(kernels)
+    kernels.sweep if differentiated else kernels.roll  # noqa: B018
     assert len(list(folder.glob("deeppcr_graph_*.json"))) == 2
     for module in (program, tile_program):
         for name in ("tangent_graph", "adjoint_graph", "cotangent_graph"):
@@ -69,10 +76,21 @@ def test_a_later_process_derives_nothing(what, folder, monkeypatch):
 @pytest.mark.parametrize("what", STEPS)
 @pytest.mark.parametrize("lost", ["forward", "backward"])
 def test_one_of_both_is_written_again(what, lost, folder):
-    """Numbers keep their places, which the other one counts on."""
+    """Numbers keep their places, which the other one counts on. (A sum may have its terms in another order.)"""
     first = by_process(*STEPS[what])
-    (folder / f"{kept.key_of(made(*STEPS[what]).program, lost)}.json").unlink()
-    assert sources(made(*STEPS[what])) == first
+    (folder / f"{kept.key_of(made(*STEPS[what]).program)}_{lost}.json").unlink()
+    again = sources(made(*STEPS[what]))
+    assert again[0] == first[0]
+    assert again[2] == first[2]
+    assert by_process(*STEPS[what]) == sources(made(*STEPS[what]))
+
+
+def test_gradients_that_are_written_later_are_right(folder, device):
+    """By numbers whose places the forward kernels of an earlier process have."""
+    step, rows = STEPS["narrow"][0], torch.linspace(-1, 1, 6, dtype=torch.float64, device=device).view(2, 3)
+    by_process(step, rows)
+    (folder / f"{kept.key_of(made(step, rows).program)}_backward.json").unlink()
+    compare(step, rows, rows.sin().expand(9, 2, 3).clone(), (), chunk=4)
 
 
 OTHERS = {
@@ -91,16 +109,16 @@ OTHERS = {
 
 
 def test_whatever_differs_is_another_graph():
-    keys = {name: kept.key_of(made(*given).program, "forward") for name, given in OTHERS.items()}
-    keys["itself"], keys["backward"] = (kept.key_of(made(mixing, Z).program, each) for each in ("forward", "backward"))
+    keys = {name: kept.key_of(made(*given).program) for name, given in OTHERS.items()}
+    keys["itself"] = kept.key_of(made(mixing, Z).program)
     assert len(set(keys.values())) == len(keys)
-    assert keys["itself"] == kept.key_of(made(mixing, torch.ones(5, 3), torch.ones(5, 3)).program, "forward")
+    assert keys["itself"] == kept.key_of(made(mixing, torch.ones(5, 3), torch.ones(5, 3)).program)
 
 
 def test_who_writes_is_part_of_it(monkeypatch):
-    before = kept.key_of(made(mixing, Z).program, "forward")
+    before = kept.key_of(made(mixing, Z).program)
     monkeypatch.setattr(kept, "_writer", lambda: "another version")
-    assert kept.key_of(made(mixing, Z).program, "forward") != before
+    assert kept.key_of(made(mixing, Z).program) != before
 
 
 def of_no_use(path, how):
@@ -128,8 +146,12 @@ def test_what_is_not_whole_is_written_again(how, folder):
 
 def test_what_another_user_could_change_is_not_read(folder, monkeypatch):
     by_process(*STEPS["narrow"])
-    key = kept.key_of(made(*STEPS["narrow"]).program, "forward")
-    assert kept.recalled(key) is not None
+    key = f"{kept.key_of(made(*STEPS['narrow']).program)}_forward"
+    for others in (0o777, 0o770, 0o702):
+        assert kept.recalled(key) is not None
+        folder.chmod(others)
+        assert kept.recalled(key) is None
+        folder.chmod(0o700)
     me = kept.os.getuid()
     monkeypatch.setattr(kept.os, "getuid", lambda: me + 1)
     assert kept.recalled(key) is None
@@ -148,9 +170,27 @@ def test_nothing_is_left_on_the_disk_by_who_only_looks(folder):
     assert not folder.exists()
 
 
-def test_a_disk_that_is_full_is_no_error(folder, monkeypatch):
+def test_a_disk_that_is_full_leaves_nothing_behind(folder, monkeypatch):
+    kernels, replace = made(mixing, Z), kept.os.replace
+    sources(kernels)
+
+    def full(source, target):
+        if target.suffix == ".json":
+            raise OSError("no space left")
+        replace(source, target)
+
+    monkeypatch.setattr(kept.os, "replace", full)
+    assert kernels.roll is compiled.module_of(kernels.forward_source).roll
+    assert {path.suffix for path in folder.iterdir()} == {".py"}
+    assert sources(made(mixing, Z)) == sources(kernels)
+
+
+def test_threads_that_launch_at_once_remember_it_once(folder, monkeypatch):
     kernels = made(mixing, Z)
-    kernels.roll  # noqa: B018 - the module is there
-    monkeypatch.setattr(kept, "put", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
-    monkeypatch.setattr(kernels, "_made", {"key": kept.Source(kernels.forward_source, [])})
-    assert kernels._module(kernels.forward_source) is compiled.module_of(kernels.forward_source)
+    sources(kernels)
+    remember, seen = kept.remember, []
+    monkeypatch.setattr(compiled, "remember", lambda *given: (time.sleep(0.02), seen.append(given), remember(*given)))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(kernels._module, [kernels.forward_source] * 4))
+    assert len(set(map(id, found))) == 1
+    assert len(seen) == 2

@@ -193,3 +193,19 @@ def test_launches_of_both_directions_are_noted(device, compiled, monkeypatch):
         torch.autograd.grad(fused.states(4).sum(), [first, second])
     assert len(launch._noted) > 1
     assert None not in launch._noted.values()
+
+
+SCALED = {
+    "add": lambda z, x: torch.tanh(z).add(x, alpha=0.1),
+    "sub": lambda z, x: torch.tanh(z).sub(x, alpha=0.1),
+    "in place": lambda z, x: (0.5 * z).add_(x.sin(), alpha=-0.1),
+    "rsub": lambda z, x: torch.rsub(torch.tanh(z), x, alpha=0.3),
+    "number": lambda z, x: torch.add(torch.tanh(z), 1.0, alpha=0.3) + x,
+    "addmm": lambda z, x: torch.addmm(x, z, torch.eye(3, dtype=z.dtype, device=z.device), alpha=0.5, beta=0.25),
+}
+
+
+@pytest.mark.parametrize("what", SCALED)
+def test_sums_with_a_factor_before_what_does_not_depend_on_the_state(what, device):
+    """Of which PyTorch's own tangent, traced, ends the process."""
+    compare(SCALED[what], normal(2, 3, device=device), normal(9, 2, 3, device=device), (), chunk=4)

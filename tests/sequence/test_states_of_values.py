@@ -9,12 +9,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import deeppcr
 from deeppcr import Loop, Newton, StepError
 from deeppcr.sequence.changing import state_of
 from deeppcr.sequence.fingerprint import structure_of
-from deeppcr.sequence.purity import watch
+from deeppcr.sequence.purity import SideEffect, watch
 from deeppcr.ways import plan
 from sequence.holding import cases
 
@@ -295,3 +296,58 @@ def test_numpy_is_not_imported_for_a_look(monkeypatch):
     monkeypatch.delitem(sys.modules, "numpy")
     assert state_of(held) is None
     assert "numpy" not in sys.modules
+
+
+TOLD, OFTEN = {"calls": 0}, list(range(5))
+
+
+class Looks(nn.Module):
+    """Whose arguments nobody changes; what its method names besides is no state of its own."""
+
+    def forward(self, z, x, dims=(0, -1), scale={"by": [0.5]}):  # noqa: B006
+        TOLD["calls"] += 1
+        return scale["by"][0] * torch.tanh(z.flip(dims[-1])) + x + 0.01 * len(OFTEN)
+
+
+class Recalls(nn.Module):
+    """That names a module of its class, as in a notebook, where it is itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, z, x, dims=(0, 1)):
+        return torch.tanh(RECALLED.linear(z)) + x
+
+
+RECALLED = Recalls()
+
+
+@pytest.mark.parametrize("module", [Looks(), RECALLED])
+def test_arguments_that_nobody_changes_bring_nothing_in(module):
+    solution = deeppcr.solve(module, torch.zeros(2, 3), torch.randn(40, 2, 3), solver=Newton())
+    assert solution.result is deeppcr.Result.CONVERGED
+
+
+class Helped(nn.Module):
+    def tick(self, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        return calls[0]
+
+    def forward(self, z, x):
+        return torch.tanh(0.7 * z) + (0.5 if self.tick() > 30 else 1.0) * x
+
+
+class Named:
+    def __init__(self):
+        self.seen, self.name = [], "seen"
+
+    def __call__(self, z, x):
+        self.seen.append(None)
+        return torch.tanh(0.7 * z) + (0.5 if len(getattr(self, self.name)) > 30 else 1.0) * x
+
+
+@pytest.mark.parametrize("kind", [Helped, Named])
+def test_states_in_arguments_of_a_method_or_asked_for_by_a_name_that_is_held(kind):
+    with pytest.raises(SideEffect):
+        deeppcr.solve(kind(), torch.zeros(2, 3), torch.randn(40, 2, 3), solver=Newton())

@@ -49,9 +49,12 @@ class Kernels:
         self.program = program
         self._frames: Any = tile_templates if program.parts.tiled else templates
         self._numbers: dict[torch.device, tuple[int, Tensor]] = {}  # and how many they are
-        self._made: dict[str, Source] = {}  # by what they are remembered, once they are on the disk
-        self._recalled = False
+        self._made: dict[str, Source] = {}  # by what they are remembered, once one of them is launched
         self.shapes: dict[tuple[Any, ...], Any] = {}
+
+    @cached_property
+    def _key(self) -> str:
+        return key_of(self.program)
 
     @cached_property
     def forward_source(self) -> str:
@@ -64,14 +67,11 @@ class Kernels:
     def _source(self, what: str, write: Callable[[Any], str]) -> str:
         """Written, or found where an earlier process has left it."""
         with TRACING:
-            key, numbers = key_of(self.program, what), self.program.code.numbers
+            key, numbers = f"{self._key}_{what}", self.program.code.numbers
             found = recalled(key)
             if found is not None and found.numbers[: len(numbers)] == numbers:
                 numbers[:] = found.numbers
-                self._recalled = True
                 return found.text
-            if self._recalled:  # names are given in the order of writing, so that a graph has one source
-                self._frames.roll(self.program)
             text = module_text(self.program.dtype, write(self.program))
             self._made[key] = Source(text, list(numbers))
             return text
@@ -118,12 +118,10 @@ class Kernels:
         return with_one_lane(module_of(joints_source(self.program.width, self.program.dtype)).join)
 
     def _module(self, text: str) -> ModuleType:
-        module = module_of(text)  # which puts it on the disk
-        for key, source in list(self._made.items()):
-            if source.text == text:
+        for key in list(self._made):
+            if (source := self._made.pop(key, None)) is not None:  # or another thread has just done it
                 remember(key, source)
-                del self._made[key]
-        return module
+        return module_of(text)
 
     def _marked(self, kernel: Any) -> Any:
         return kernel if self.program.parts.tiled else with_one_lane(kernel)

@@ -211,6 +211,19 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(target.dtype).expand_as(target).clone()
 
 
+def _scaled(add: Callable[[Tensor, Any], Tensor]) -> Callable[..., Any]:
+    """A sum whose second term has a factor. To trace the tangent of the operation itself ends the process where that term has none."""
+
+    def rule(a: Tensor, b: Any, *, alpha: float = 1) -> Any:
+        return NotImplemented if alpha == 1 else add(a, b * alpha)
+
+    return rule
+
+
+def _addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    return NotImplemented if alpha == beta == 1 else c * beta + (a @ b) * alpha
+
+
 #: What has a rule, since PyTorch's formula has not its derivative: that of a detached tensor is 0, and those of the others are NaN, as 0
 #: times infinity, where a select hides what overflows.
 _WHOLE = {_aten.celu, _aten.detach, _aten.logaddexp, _aten.mish, _aten.sinc, _aten.softplus, _aten.xlogy}
@@ -225,6 +238,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         if getattr(key, "overloadpacket", None) not in _WHOLE
     },
     **get_decompositions([_aten.native_layer_norm, _aten._softmax, _aten._log_softmax]),
+    _aten.add.Tensor: _scaled(torch.add),
+    _aten.addmm.default: _addmm,
     _aten.argmax.default: _place_only(_max),
     _aten.argmin.default: _place_only(_min),
     _aten.cholesky_solve.default: _cholesky_solve,
@@ -237,6 +252,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_solve_triangular.default: _linalg_solve_triangular,
     _aten.max.dim: _max,
     _aten.min.dim: _min,
+    _aten.sub.Tensor: _scaled(torch.sub),
     _aten._thnn_fused_gru_cell.default: _thnn_fused_gru_cell,
     _aten._thnn_fused_lstm_cell.default: _thnn_fused_lstm_cell,
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from ..version import __version__
 from .program import Program
 from .tile_program import TileProgram
 
-#: So many graphs are remembered; then the half that was written first is forgotten. (A number that changes at every call makes one each.)
+#: So many sources are remembered; then the half that was used last is forgotten. (A number that changes at every call makes one each.)
 _MOST = 1024
 
 
@@ -37,15 +39,11 @@ def module_name(text: str) -> str:
     return f"deeppcr_step_{_short(text.encode())}"
 
 
-def key_of(program: Program | TileProgram, what: str) -> str:
-    """Of all that a source depends on: the graph with its numbers, how it was taken apart, and who writes.
-
-    Args:
-        what: which of its sources
-    """
+def key_of(program: Program | TileProgram) -> str:
+    """Of all that its sources depend on: the graph with its numbers, how it was taken apart, and who writes."""
     parts, row, nodes = program.parts, program.parts.row, program.parts.row.nodes
     about = (
-        _writer(), what, program.dtype, parts.elementwise, parts.tiled, row.states, row.inputs, row.has_rows, row.batch_dims,
+        _writer(), program.dtype, parts.elementwise, parts.tiled, row.states, row.inputs, row.has_rows, row.batch_dims,
         row.graph.graph.python_code("self").src,
         [(node.name, str(node.target), _values_of(node), _constant_of(row.graph, node)) for node in nodes],
     )  # fmt: skip
@@ -54,19 +52,23 @@ def key_of(program: Program | TileProgram, what: str) -> str:
 
 def recalled(key: str) -> Source | None:
     for folder in _folders():
-        with suppress(OSError, ValueError, KeyError, TypeError):  # it is not there, or not whole
+        # It may not be there, or not whole.
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             if not _is_ours(folder):
                 continue
-            found = json.loads((folder / f"{key}.json").read_text())
+            path = folder / f"{key}.json"
+            found = json.loads(path.read_text())
             text = (folder / f"{found['module']}.py").read_text()
             if module_name(text) == found["module"]:
-                return Source(text, [float(number) for number in found["numbers"]])
+                numbers = [float(number) for number in found["numbers"]]
+                os.utime(path)  # what is in use is not forgotten
+                return Source(text, numbers)
     return None
 
 
 def remember(key: str, source: Source) -> None:
     with suppress(OSError):
-        put(f"{module_name(source.text)}.py", source.text)  # where this process imported it from elsewhere
+        put(f"{module_name(source.text)}.py", source.text)
         path = put(f"{key}.json", json.dumps({"module": module_name(source.text), "numbers": source.numbers}))
         known = list(path.parent.glob("deeppcr_graph_*.json"))
         if len(known) > _MOST:
@@ -81,14 +83,18 @@ def put(name: str, text: str) -> Path:
         path = folder / name
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Who owns it may change what is imported, whatever it held when it was looked at.
             if not _is_ours(folder):
-                raise PermissionError(f"{folder} belongs to another user")
+                raise PermissionError(f"{folder} belongs to another user, or others may write to it")
             if path.is_file() and path.read_text() == text:
                 return path
             with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
-                file.write(text)
-            os.replace(file.name, path)
+                try:
+                    file.write(text)
+                    file.flush()
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
             return path
         except OSError as error:
             failure = error
@@ -108,14 +114,16 @@ def _folder() -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    return folder.stat().st_uid == os.getuid()
+    """Whether nobody else may change what is imported from there."""
+    found = folder.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @cache
 def _writer() -> str:
     """Who writes: this code, by PyTorch's rules for derivatives."""
     here = sorted(Path(__file__).parent.glob("*.py"))
-    return torch.__version__ + _short(b"".join(path.read_bytes() for path in here))
+    return torch.__version__ + __version__ + _short(b"".join(path.read_bytes() for path in here))
 
 
 def _values_of(node: fx.Node) -> list[Any]:

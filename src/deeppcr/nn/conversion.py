@@ -110,7 +110,7 @@ def _become(module: nn.Module, kind: type[nn.Module]) -> None:
     own = type(module)
     if is_parametrized(module):  # whose class has a property for each parametrization
         held = {name: each for name, each in vars(own).items() if name not in ("__dict__", "__weakref__")}
-        kind = type(own)(own.__name__, (kind,), held)
+        kind = type(own.__name__, (kind,), held)
     module.__class__ = kind
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, repeat
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -106,15 +105,6 @@ class BareLoop:
             self.outputs.append(output)
         self._kept.add(returned(self._layout, after, x))
         return after
-
-
-def states_of(step: Any, z: Any, xs: Any, length: int) -> Any:
-    """The states of a loop, [L, ...] each leaf, whatever they are: nothing is looked at."""
-    steps, states = iter(step) if isinstance(step, (list, tuple, nn.ModuleList)) else repeat(step), []
-    for x in islice(_inputs_of_steps(xs, 0), length):
-        z = next(steps)(*((z,) if xs is None else (z, x)))
-        states.append(z)
-    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *states)
 
 
 def _inputs_of_steps(xs: Any, first: int) -> Iterable[Any]:

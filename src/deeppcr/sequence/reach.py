@@ -251,7 +251,10 @@ def _defaults_of(function: FunctionType) -> list[tuple[Hashable, Any]]:
     """What arguments are where nobody gives them, by their names."""
     found: list[tuple[Hashable, Any]] = [*(function.__kwdefaults__ or {}).items()]
     if given := function.__defaults__:
-        found += zip(function.__code__.co_varnames[: function.__code__.co_argcount][-len(given) :], given, strict=True)
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        found += zip(
+            reversed(names), reversed(given), strict=False
+        )  # the last ones have them; somebody may have set too many
     return found
 
 
@@ -297,7 +300,7 @@ def reached_by(
 
 def _shared(roots: Iterable[nn.Module], functions: Iterable[FunctionType], without: Collection[int]) -> Values:
     """The generators of the whole process from which functions, or modules and those inside of them, draw by name; and what modules
-    have in common with all of their class: what arguments of ``forward`` are by default.
+    have in common with all of their class: what arguments of its methods are by default.
 
     Whoever only has names that are those of distributions (``gamma``, ``sample``) is not to answer for what other threads draw.
     """
@@ -306,7 +309,8 @@ def _shared(roots: Iterable[nn.Module], functions: Iterable[FunctionType], witho
         if len(modules) < MOST_MODULES and isinstance(module._modules, dict):
             modules += [each for each in module._modules.values() if each is not None]
     kinds = {each for kind in set(map(type, modules)) for each in own_classes(kind)}
-    forwards = [own for kind in kinds if type(own := vars(kind).get("forward")) is FunctionType]
+    methods = {own: name for kind in kinds for name, own in vars(kind).items() if type(own) is FunctionType}
+    forwards = [method for method, name in methods.items() if name == "forward"]
     names: set[str] = set()
     held: set[int] = set()
     for function in (*functions, *forwards):
@@ -316,9 +320,13 @@ def _shared(roots: Iterable[nn.Module], functions: Iterable[FunctionType], witho
         for each in found:
             held.add(id(each.__self__ if type(each) in (MethodType, BuiltinMethodType) else each))
     kept: Values = {}
-    for forward in forwards:
-        if any(issubclass(type(each), CONTAINERS) for _, each in _defaults_of(forward)):
-            kept |= reached_by(forward, without=without)[1]
+    for method in methods:
+        for name, each in _defaults_of(method):  # and nothing else: what it names besides may be the module itself
+            if issubclass(type(each), CONTAINERS) and id(each) not in without:
+                inside = _outside_of_modules(Walk(each, largest=LARGEST, everything=False), without)
+                for owner, place, one in ((method, name, each), *inside):
+                    if id(one) not in without and state_of(one) is not None:
+                        kept[id(owner), place] = owner, None, one
     return kept | {
         (module, "state"): (module, None, generator)
         for module, generator in shared_generators()
@@ -345,12 +353,15 @@ def never_read(step: Any) -> set[int]:
     walk = Walk(step, largest=LARGEST, everything=False)
     added: dict[int, set[Any]] = {}
     looked_up: dict[int, set[Any]] = {}
+    said: set[str] = set()
     for owner, name, each in _outside_of_modules(walk):
+        if type(each) is str:
+            said.add(each)
         names = added if type(each) in _ADDED_TO else looked_up if issubclass(type(each), dict) else None
         if names is not None and name is not _INSIDE:  # in another container it is known by no name
             names.setdefault(id(each), set()).add(None if _has_no_name(owner, name) else _last(name))
     codes: list[CodeType] = [each for each in walk.used if type(each) is CodeType]
-    read, counted = set[Any]((None,)), set[Any]()
+    read, counted = {None, *said}, set[Any](said)  # as attributes are asked for: getattr(self, self.name)
     for code in codes:
         codes += [each for each in code.co_consts if type(each) is CodeType]
         for this, following in pairwise(dis.get_instructions(code)):
@@ -360,7 +371,7 @@ def never_read(step: Any) -> set[int]:
                 read.update(others if following.argval in _ADDING else (*others, last))
                 if not _looks_up(following):
                     counted.add(last)
-        for words in (read, counted):  # as attributes are asked for: getattr(self, "seen")
+        for words in (read, counted):
             words.update(each for each in code.co_consts if type(each) is str)
     return {
         number
