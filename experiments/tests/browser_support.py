@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import time
 
 import pytest
 
@@ -49,6 +50,12 @@ class Page:
         self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.media(scheme)
         self.browser.get(self.path.as_uri())
+        until = time.monotonic() + 60  # on a busy machine the browser says too early that it is there
+        while not self.run(
+            "return location.href.startsWith(arguments[0]) && document.readyState == 'complete'", self.path.as_uri()
+        ):
+            assert time.monotonic() < until, f"{self.path} does not load"
+            time.sleep(0.05)
         return self
 
     def media(self, scheme="light", medium=""):
