@@ -159,8 +159,10 @@ class Record:
 
     def _pays(self, cold: float = 0.0) -> bool:
         """Whether a parallel solve is expected to be faster, which so many seconds come before."""
+        if not self._is_worth_newton:
+            return False
         newton = self.expected_newton(self.seconds["loop"])
-        return self._is_worth_newton and newton + self._backward("newton", newton) + cold < _PAYS * self.total("loop")
+        return newton + self._backward("newton", newton) + cold < _PAYS * self.total("loop")
 
     @property
     def _cold(self) -> float:

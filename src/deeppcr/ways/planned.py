@@ -126,7 +126,7 @@ class Planned:
             found = self._by_kernels()
             if found is not None:
                 return found
-        Layout.of(call.z0, call.batch_dims)  # which says what is wrong with it
+        layout = Layout.of(call.z0, call.batch_dims)  # which says what is wrong with it
         held = not_finite_in(call.z0)
         if held is not None:  # which says nothing of other solves of the kind
             refuse_not_finite(call.z0, infinities=True)
@@ -138,7 +138,7 @@ class Planned:
             way, why = self.record.choose()
         if way == "loop":
             probe = None if "loop" in self.record.seconds else self._probe()
-            found = self._by_loop(probe)
+            found = self._by_loop(layout, probe)
             if found is not None:
                 found.plan.note(self.record.choose()[1] if self.record.only_loop else why)
                 return found
@@ -215,12 +215,11 @@ class Planned:
 
         return Probe(self.record, self.call.length or 1, self.call.states[0].device, is_too_long)
 
-    def _by_loop(self, probe: Probe | None) -> Solution | None:
+    def _by_loop(self, layout: Layout, probe: Probe | None) -> Solution | None:
         """The loop as a user would write it; None where the probe gives it up. What goes wrong goes wrong again in ``ways``, where it
         is said what it is; but for what the step itself raises after the first time, of which there is no more to say."""
         begin, call, loop = time.perf_counter(), self.call, None
         try:
-            layout = Layout.of(call.z0, call.batch_dims)
             kept = KeptStates(layout, call.length or 1, call.every)
             loop = BareLoop(layout, *call.given, call.length or 1, kept)
             if not self._goes_through(loop, layout, probe):
