@@ -64,11 +64,12 @@ def test_rounding_is_no_fault(report):
         assert report(number, "--longest", "300", "--plant", "rounding")["verdict"] == "right"
 
 
-def test_what_dies_out_without_a_bias_does_not_contract_relative_to_itself(report):
+def test_what_dies_out_without_a_bias_does_not_contract_relative_to_itself(report, device):
     found = report(4011, "--longest", "300")
-    if found["verdict"] != "right":  # as by kernels, which a GPU has
-        assert found["verdict"] == "loop", found
-        assert abs(found["details"]["exponent"]) < 0.02
+    if device.type != "cpu" and found["verdict"] == "right":  # by kernels
+        return
+    assert found["verdict"] == "loop", found
+    assert abs(found["details"]["exponent"]) < 0.02
 
 
 @pytest.mark.thorough
