@@ -26,8 +26,9 @@ from ..runtime import is_capturing, is_out_of_memory, version_of
 from .changing import LARGEST, PLAIN, draws, state_of
 from .code import own_classes
 from .evaluate import RandomStep, StepError, StepGroup
-from .reach import MOST_MODULES, Values, never_read, reached_by
+from .reach import MOST_MODULES, Values, reached_by
 from .stack import MODULE_INTERNALS, surely_equal
+from .unread import never_read
 
 #: Types of containers whose entries are looked at: subclasses may do anything.
 _CONTAINERS = frozenset((list, deque, dict, set, OrderedDict, defaultdict))

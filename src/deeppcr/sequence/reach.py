@@ -5,7 +5,6 @@ Types are asked here, not values: a proxy answers for something else, or raises.
 
 from __future__ import annotations
 
-import dis
 import math
 import random
 import sys
@@ -15,10 +14,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from itertools import pairwise
 from types import (
     BuiltinMethodType,
-    CodeType,
     FunctionType,
     GetSetDescriptorType,
     MappingProxyType,
@@ -47,15 +44,10 @@ _NOT_RUN = frozenset(("__init__", "__new__", "__init_subclass__", "__repr__", "_
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _WITHOUT_DEPTH = (nn.Module, *CONTAINERS)
 #: Methods of what is written in C, ``append`` and ``__len__`` say.
-_BOUND_IN_C = (BuiltinMethodType, MethodWrapperType)
+BOUND_IN_C = (BuiltinMethodType, MethodWrapperType)
 #: What may be changed, and then is another thing; and all that is not looked into for more.
 _CHANGING = (Tensor, torch.Generator, random.Random)
-_NOTHING_INSIDE = (*_CHANGING, type, ModuleType, nn.Module, float)
-#: Containers that may be added to, by methods that tell nothing of them.
-_ADDED_TO = frozenset((list, deque, set))
-_ADDING = frozenset(("append", "appendleft", "extend", "add"))
-#: What tells nothing of a dictionary but what stands under a key.
-_LOOKING_UP = frozenset(("get", "setdefault", "__getitem__", "__setitem__", "__contains__"))
+_NOTHINGINSIDE = (*_CHANGING, type, ModuleType, nn.Module, float)
 
 
 #: What stands for something else.
@@ -68,7 +60,7 @@ _SEEN_THROUGH: dict[type, Callable[[Any], Any]] = {
 }
 _STANDING_FOR_OTHERS = tuple(_SEEN_THROUGH)
 #: What they stand for, which some make anew whenever they are asked.
-_INSIDE = "inside"
+INSIDE = "inside"
 
 
 class Walk:
@@ -155,11 +147,11 @@ class Walk:
             ]
         if kind is MethodType:
             return [("__func__", value.__func__), ("__self__", value.__self__)]
-        if kind in _BOUND_IN_C:
+        if kind in BOUND_IN_C:
             return [("__name__", value.__name__), ("__self__", value.__self__)]
         if issubclass(kind, _STANDING_FOR_OTHERS):
             see = next(_SEEN_THROUGH[each] for each in kind.__mro__ if each in _SEEN_THROUGH)
-            return [(_INSIDE, see(value)), *self._in_slots(value, kind)]
+            return [(INSIDE, see(value)), *self._in_slots(value, kind)]
         held = self._attributes_of(value, kind)
         if issubclass(kind, CONTAINERS):
             if len(value) > self._largest:
@@ -279,18 +271,18 @@ def reached_by(
     called: dict[int, str] = {}  # containers
     places: dict[int, Hashable] = {}  # of what may be made anew with the same entries
     walk = Walk(step, largest=LARGEST, everything=False)
-    for owner, name, each in _outside_of_modules(walk, without):
+    for owner, name, each in outside_of_modules(walk, without):
         kind = type(each)
         place = places.get(id(owner), id(owner)), name
         if issubclass(kind, nn.Module):
             found[id(each)] = each
         if kind is int or kind is str:
             plain.add(each)
-        if kind is tuple or name is _INSIDE:
+        if kind is tuple or name is INSIDE:
             places.setdefault(id(each), place)
         if issubclass(kind, CONTAINERS):
             inside_of = called.get(id(owner))
-            called.setdefault(id(each), _last(name) if inside_of is None else f"{inside_of}[{name!r}]")
+            called.setdefault(id(each), last_part(name) if inside_of is None else f"{inside_of}[{name!r}]")
         if id(each) not in without and state_of(each) is not None:
             values[place] = owner, called.get(id(owner)), each
     if used is not None:
@@ -323,7 +315,7 @@ def _shared(roots: Iterable[nn.Module], functions: Iterable[FunctionType], witho
     for method in methods:
         for name, each in _defaults_of(method):  # and nothing else: what it names besides may be the module itself
             if issubclass(type(each), CONTAINERS) and id(each) not in without:
-                inside = _outside_of_modules(Walk(each, largest=LARGEST, everything=False), without)
+                inside = outside_of_modules(Walk(each, largest=LARGEST, everything=False), without)
                 for owner, place, one in ((method, name, each), *inside):
                     if id(one) not in without and state_of(one) is not None:
                         kept[id(owner), place] = owner, None, one
@@ -334,7 +326,7 @@ def _shared(roots: Iterable[nn.Module], functions: Iterable[FunctionType], witho
     }
 
 
-def _outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[tuple[Any, Hashable, Any]]:
+def outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[tuple[Any, Hashable, Any]]:
     """What a walk comes to, with what holds it and its name there."""
     for owner, held in walk:
         for name, each in held:
@@ -342,60 +334,12 @@ def _outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[t
             if issubclass(kind, (type, ModuleType)):
                 walk.meet(each)
             looked_at = id(each) not in without or issubclass(kind, dict)
-            if looked_at and kind not in PLAIN and not issubclass(kind, _NOTHING_INSIDE):
+            if looked_at and kind not in PLAIN and not issubclass(kind, _NOTHINGINSIDE):
                 walk.go(each)
             yield owner, name, each
 
 
-def never_read(step: Any) -> set[int]:
-    """The ids of lists, deques and sets to which a step adds and does nothing else: then nothing depends on what is there. And
-    of dictionaries in which it only looks things up, as in a memo: then nothing depends on how many there are."""
-    walk = Walk(step, largest=LARGEST, everything=False)
-    added: dict[int, set[Any]] = {}
-    looked_up: dict[int, set[Any]] = {}
-    said: set[str] = set()
-    for owner, name, each in _outside_of_modules(walk):
-        if type(each) is str:
-            said.add(each)
-        names = added if type(each) in _ADDED_TO else looked_up if issubclass(type(each), dict) else None
-        if names is not None and name is not _INSIDE:  # in another container it is known by no name
-            names.setdefault(id(each), set()).add(None if _has_no_name(owner, name) else _last(name))
-    codes: list[CodeType] = [each for each in walk.used if type(each) is CodeType]
-    read, counted = {None, *said}, set[Any](said)  # as attributes are asked for: getattr(self, self.name)
-    for code in codes:
-        codes += [each for each in code.co_consts if type(each) is CodeType]
-        for this, following in pairwise(dis.get_instructions(code)):
-            if "LOAD_" in this.opname and this.opname != "LOAD_CONST":
-                # From Python 3.13 on one instruction may name two variables, of which the last is what the next one is about.
-                *others, last = this.argval if isinstance(this.argval, tuple) else (this.argval,)
-                read.update(others if following.argval in _ADDING else (*others, last))
-                if not _looks_up(following):
-                    counted.add(last)
-        for words in (read, counted):
-            words.update(each for each in code.co_consts if type(each) is str)
-    return {
-        number
-        for names, reading in ((added, read), (looked_up, counted))
-        for number, each in names.items()
-        if each.isdisjoint(reading)
-    }
-
-
-def _has_no_name(owner: Any, name: Hashable) -> bool:
-    """Whether code reads what stands there by no name of its own: in a container, among the arguments of a partial, behind a bound method."""
-    if type(owner) in _BOUND_IN_C:
-        return owner.__name__ not in _ADDING
-    return isinstance(owner, CONTAINERS) or type(name) is int
-
-
-def _looks_up(following: dis.Instruction) -> bool:
-    """Whether what was loaded just before is a dictionary in which something is looked up: a key comes next, or one of few methods."""
-    if following.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        return following.argval in _LOOKING_UP
-    return following.opname.startswith("LOAD_") or following.opname in ("CONTAINS_OP", "PUSH_NULL", "COPY")
-
-
-def _last(name: Hashable) -> str:
+def last_part(name: Hashable) -> str:
     """Of the name of a variable, "global settings.seen" say, or of an attribute of a class."""
     text = name[-1] if isinstance(name, tuple) and name else name
     return str(text).replace(" ", ".").rpartition(".")[2]
