@@ -1,5 +1,8 @@
 """Fixtures of the tests of benchmarks, and the interpreter that runs kernels."""
 
+from importlib.util import find_spec
+from unittest import mock
+
 import pytest
 
 from deeppcr import runtime
@@ -7,7 +10,7 @@ from deeppcr.ways import plan
 from quicker import quick_interpreter
 from scripts import dry_run, precision
 
-__all__ = ["dry_run", "nothing_is_cold", "precision", "quick_interpreter", "without_kernels"]
+__all__ = ["dry_run", "nothing_is_cold", "precision", "quick_interpreter", "sources_of_their_own", "without_kernels"]
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +23,15 @@ def nothing_is_cold(monkeypatch):
 def without_kernels(monkeypatch):
     """Steps have none, on a GPU either: where earlier runs have left compiled ones, first calls would take them."""
     monkeypatch.setattr(runtime, "KERNEL_DEVICES", set())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def sources_of_their_own(tmp_path_factory):
+    """What tests have written of steps, now and then by changed rules, nobody else is to find; nor they what somebody left."""
+    if find_spec("triton") is None:
+        yield
+        return
+    from deeppcr.fuse import kept
+
+    with mock.patch.object(kept, "_folder", return_value=tmp_path_factory.mktemp("sources", numbered=False)):
+        yield
