@@ -175,7 +175,8 @@ def test_a_list_of_steps_goes_the_way_that_was_predicted(has_inputs, monkeypatch
     monkeypatch.setattr(plan, "_WORTH_NEWTON", {"cpu": 1e-6, "cuda": 1e-6})
     monkeypatch.setattr(plan, "_OPERATION", {"cpu": (1.0, 1e-3, 0.0), "cuda": (1.0, 1e-3, 0.0)})
     # Functions that are not stacked are called one by one.
-    assert deeppcr.predict(*arguments).way in (("loop", "graph") if has_inputs else ("newton",))
+    one_by_one = ("loop",) if device.type == "cpu" else ("loop", "graph")
+    assert deeppcr.predict(*arguments).way in (one_by_one if has_inputs else ("newton",))
     assert deeppcr.solve(*arguments).result is (deeppcr.Result.LOOP if has_inputs else deeppcr.Result.CONVERGED)
 
 

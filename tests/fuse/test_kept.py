@@ -157,6 +157,14 @@ def test_what_another_user_could_change_is_not_read(folder, monkeypatch):
     assert kept.recalled(key) is None
 
 
+def test_a_disk_that_is_only_read_is_read(folder, monkeypatch):
+    first = by_process(*STEPS["narrow"])
+    monkeypatch.setattr(kept.os, "utime", lambda *_: (_ for _ in ()).throw(PermissionError("read-only file system")))
+    kernels = made(*STEPS["narrow"])
+    assert sources(kernels) == first
+    assert not kernels._made
+
+
 def test_graphs_are_not_kept_for_ever(folder, monkeypatch):
     """A number that changes at every call makes one each."""
     monkeypatch.setattr(kept, "_MOST", 6)

@@ -202,6 +202,10 @@ SCALED = {
     "rsub": lambda z, x: torch.rsub(torch.tanh(z), x, alpha=0.3),
     "number": lambda z, x: torch.add(torch.tanh(z), 1.0, alpha=0.3) + x,
     "addmm": lambda z, x: torch.addmm(x, z, torch.eye(3, dtype=z.dtype, device=z.device), alpha=0.5, beta=0.25),
+    "addmm of a product alone": lambda z, x: (
+        torch.addmm(torch.full_like(x, torch.nan), z, torch.eye(3, dtype=z.dtype, device=z.device), alpha=0.5, beta=0.0)
+        + x
+    ),
 }
 
 

@@ -221,7 +221,10 @@ def _scaled(add: Callable[[Tensor, Any], Tensor]) -> Callable[..., Any]:
 
 
 def _addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    return NotImplemented if alpha == beta == 1 else c * beta + (a @ b) * alpha
+    if alpha == beta == 1:
+        return NotImplemented
+    product = (a @ b) * alpha
+    return product if beta == 0 else c * beta + product  # PyTorch, too, does not look at c then
 
 
 #: What has a rule, since PyTorch's formula has not its derivative: that of a detached tensor is 0, and those of the others are NaN, as 0

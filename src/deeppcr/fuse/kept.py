@@ -24,7 +24,7 @@ from ..version import __version__
 from .program import Program
 from .tile_program import TileProgram
 
-#: So many sources are remembered; then the half that was used last is forgotten. (A number that changes at every call makes one each.)
+#: So many sources are remembered; then the half whose use is longest ago is forgotten. (A number that changes at every call makes one each.)
 _MOST = 1024
 
 
@@ -61,7 +61,8 @@ def recalled(key: str) -> Source | None:
             text = (folder / f"{found['module']}.py").read_text()
             if module_name(text) == found["module"]:
                 numbers = [float(number) for number in found["numbers"]]
-                os.utime(path)  # what is in use is not forgotten
+                with suppress(OSError):  # on a disk that is only read nothing is forgotten
+                    os.utime(path)
                 return Source(text, numbers)
     return None
 
