@@ -7,6 +7,7 @@ import torch
 
 import deeppcr
 from deeppcr import ConvergenceWarning, Loop, Newton, Result
+from deeppcr.sequence.layout import not_finite_in
 from deeppcr.ways import plan
 from problems import plain_loop
 
@@ -141,3 +142,13 @@ def test_other_solves_of_the_kind_are_not_left_to_the_loop(monkeypatch):
     step, z0, xs = lambda z, x: torch.tanh(0.5 * z + x), torch.zeros(2, 3), torch.ones(40, 2, 3)
     for start, result in ((z0 - torch.inf, Result.LOOP), (z0, Result.CONVERGED), (z0 - torch.inf, Result.LOOP)):
         assert deeppcr.solve(step, start, xs).result is result
+
+
+def test_numbers_whose_sum_overflows_are_finite(device):
+    z0 = torch.full((2, 4), 3e38, device=device)
+    assert not_finite_in(z0) is None
+    assert not_finite_in((z0, z0.half())) == "an infinity"
+    for solver in (None, deeppcr.Newton(), deeppcr.Loop()):
+        found = deeppcr.solve(lambda z: 0.5 * z, z0, length=5, solver=solver)
+        assert torch.allclose(found.states[-1], z0 / 32)
+        assert "z0 holds" not in str(found.plan)
