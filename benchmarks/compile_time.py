@@ -158,30 +158,32 @@ def in_this_process(loop: Loop, device: torch.device) -> float:
     return time.perf_counter() - begun
 
 
-def in_processes(loop: Loop) -> InProcesses:
-    found = InProcesses(loop.name, [])
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(2):
-            program = [sys.executable, __file__, "--device", "cuda", "--here", loop.name]
-            done = subprocess.run(
-                program, env={**os.environ, "TRITON_CACHE_DIR": folder}, capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                found.failure = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-                break
-            found.seconds.append(json.loads(done.stdout.splitlines()[-1]))
-    return found
+def in_a_process(case: InProcesses, folder: str) -> None:
+    """What kernels it compiles is left in the folder; a second one finds it there."""
+    if case.failed:
+        return
+    program = [sys.executable, __file__, "--device", "cuda", "--here", case.loop]
+    environment = {**os.environ, "TRITON_CACHE_DIR": os.path.join(folder, case.loop)}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        case.failure = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    else:
+        case.seconds.append(json.loads(done.stdout.splitlines()[-1]))
 
 
 def with_a_gpu(loops: Sequence[Loop], results: Results, workers: int = 1) -> None:
+    """Second processes run after all first ones: what a compiler does on other cores is not theirs."""
+    cases = [InProcesses(loop.name, []) for loop in loops]
+    with tempfile.TemporaryDirectory() as folder, ThreadPool(workers) as pool:  # each thread waits for processes
+        for _ in range(2):
+            pool.map(lambda case: in_a_process(case, folder), cases, chunksize=1)
     print("seconds in a process, and in a second one")
-    pool = ThreadPool(workers)  # each waits for processes
-    for case in pool.imap(in_processes, loops):
+    for case in cases:
         results.cases.append(case)
         print(f"{case.loop:18}" + (case.failure or " ".join(f"{each:6.2f}" for each in case.seconds)), flush=True)
         for seconds, what, most in zip(case.seconds, ("", ", a second process"), (MOST, AGAIN), strict=False):
             results.claim(f"{case.loop}: all kernels{what}, s", seconds, most)
-        results.save()
+    results.save()
 
 
 def without_device(loops: Sequence[Loop], results: Results) -> None:
