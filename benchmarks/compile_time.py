@@ -172,11 +172,12 @@ def in_a_process(case: InProcesses, folder: str) -> None:
 
 
 def with_a_gpu(loops: Sequence[Loop], results: Results, workers: int = 1) -> None:
-    """Second processes run after all first ones: what a compiler does on other cores is not theirs."""
+    """Second processes run after all first ones, fewer at a time: what others do on other cores is not theirs."""
     cases = [InProcesses(loop.name, []) for loop in loops]
-    with tempfile.TemporaryDirectory() as folder, ThreadPool(workers) as pool:  # each thread waits for processes
-        for _ in range(2):
-            pool.map(lambda case: in_a_process(case, folder), cases, chunksize=1)
+    with tempfile.TemporaryDirectory() as folder:
+        for at_a_time in (workers, max(1, workers // 3)):
+            with ThreadPool(at_a_time) as pool:  # each thread waits for a process
+                pool.map(lambda case: in_a_process(case, folder), cases, chunksize=1)
     print("seconds in a process, and in a second one")
     for case in cases:
         results.cases.append(case)
