@@ -296,10 +296,9 @@ def test_modules_that_look_themselves_up(table):
         solve(modules, ONES, solver=Loop())
     for module in modules:
         factors[key(module[0])] = 0.5
-    expected = "number 0, Sequential, looks itself up in a table, where a copy that stands for 4 equal modules is not"
-    with pytest.raises(StepError, match=expected):
-        solve(modules, ONES)
-    assert solve(modules, ONES, solver=Loop()).states.isfinite().all()
+    for solver in (None, Newton(), Loop()):  # which a module that stands in for others does not find
+        found = solve(modules, ONES, solver=solver).states
+        assert torch.allclose(found[0], modules[0](ONES))
 
 
 def test_another_key_that_is_missing_is_the_mistake_of_the_step():

@@ -339,6 +339,16 @@ def test_check_tells(name, device):
     assert [finding.kind for finding in deeppcr.check(step, z0, xs)] == ["derivative"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "step", [lambda z, x: (0.7 * z + 3) - 3 + 0 * x, lambda z, x: 3 * (torch.sigmoid(z) - 0.5) + 0 * x]
+)
+def test_what_fades_may_be_the_difference_of_what_stays_large(step, dtype, device):
+    z0 = torch.linspace(0.5, 2, 6, dtype=dtype, device=device).view(2, 3)
+    xs = torch.zeros(300, 2, 3, dtype=dtype, device=device)
+    assert [finding.kind for finding in deeppcr.check(step, z0, xs)] == ["fading"]
+
+
 @pytest.mark.parametrize("step", [straight_through, quantised_input, saturated, visible_clock])
 def test_check_has_nothing_to_tell_of_steps_that_hide_nothing(step, device):
     assert deeppcr.check(step, *problem(1, torch.float32, device, length=50)) == []

@@ -217,6 +217,16 @@ def test_check_and_predict_know_of_lengths():
         (torch.tensor(4), ValueError, "lengths: expected one for each row"),
         (torch.tensor([4.0, 9.0]), TypeError, "lengths: expected a tensor of integers"),
         (torch.tensor([True, False]), TypeError, "torch.bool"),
+        (
+            [[1, 2], [3]],
+            TypeError,
+            "lengths: expected a tensor of integers, or a list of them, one for each row, got list",
+        ),
+        (
+            [{"a": 1}, 2],
+            TypeError,
+            "lengths: expected a tensor of integers, or a list of them, one for each row, got list",
+        ),
         ([4, 9.5], TypeError, "lengths: expected a tensor of integers, or a list of them, one for each row, got list"),
     ],
 )

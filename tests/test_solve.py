@@ -374,6 +374,13 @@ def test_gradients_of_no_rows_are_zeros(solver, device):
     assert all(leaf.grad is not None and not leaf.grad.any() for leaf in (xs, *layer.parameters()))
 
 
+def test_of_no_rows_nothing_is_asked_that_has_no_numbers_yet_or_lies_apart(device):
+    z0, xs = torch.zeros(0, 3, device=device), torch.zeros(5, 0, device=device)
+    lazy, apart = torch.nn.LazyLinear(3, device=device), torch.nn.Parameter(torch.eye(3, device=device).to_sparse())
+    for step in (lambda z, x: lazy(z), lambda z, x: (apart @ z.mT).mT):
+        assert deeppcr.solve(step, z0, xs).states.shape == (5, 0, 3)
+
+
 def test_of_no_rows_no_step_is_taken(device):
     """Not one that finds the largest of no numbers; and what it would return is not looked at."""
     z0, xs = torch.zeros(0, 4, device=device), torch.zeros(9, 0, 4, device=device)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .runtime import is_capturing
@@ -308,7 +309,8 @@ def of_no_rows(z0: Any, batch_dims: int | None, length: int, depends_on: Iterabl
     """Of a batch without rows, of which no step is taken. ``depends_on``: what has gradients all the same, which are zeros."""
     first, said = pytree.tree_leaves(z0)[0], "there is no row"
     none = first.new_zeros(first.shape[: 1 if batch_dims is None else batch_dims], dtype=torch.long)
-    nothing = sum(each.reshape(-1)[:0].sum().real.to(first.device) for each in depends_on if each.requires_grad)
+    wanted = [each for each in depends_on if each.requires_grad and each.layout is torch.strided and not is_lazy(each)]
+    nothing = sum(each.reshape(-1)[:0].sum().real.to(first.device) for each in wanted)
     states = pytree.tree_map(lambda leaf: (leaf + nothing).to(leaf.dtype).expand(length, *leaf.shape), z0)
     about: dict[str, Any] = {"dtype": first.dtype.to_real(), "z0": pytree.tree_map(torch.detach, z0)}
     return without_iterations(states, (), none, Plan(notes=[said]), said, **about)

@@ -155,6 +155,46 @@ class Layer(nn.Module):
         return torch.tanh(self.inner(z)) + 0.5 * z + x
 
 
+class Scaled(Layer):
+    """Shares a factor with others, of which it is no part."""
+
+    def __init__(self, width, scale):
+        super().__init__(width)
+        self.shared = [scale]
+
+    def forward(self, z, x=0.0):
+        return self.shared[0] * super().forward(z, x)
+
+
+class OfTrained(Layer):
+    def forward(self, z, x=0.0):
+        return super().forward(z, x) + (0.5 if self.inner.bias.requires_grad else 0.0)
+
+
+def test_what_modules_that_are_alike_share_has_its_gradient(device):
+    scale, z0 = torch.tensor(0.9, device=device, requires_grad=True), torch.randn(2, 3, device=device)
+    layers = nn.ModuleList([Scaled(3, scale) for _ in range(7)]).to(device)
+    for _ in range(3):
+        found = deeppcr.solve(layers, z0, solver=Newton(chunk=3))
+        z = z0
+        for layer in layers:
+            z = layer(z)
+        ours, theirs = (torch.autograd.grad(each.sin().sum(), scale)[0] for each in (found.final, z))
+        assert error(ours, theirs) < 1e-4
+    assert by_kernels(found)
+
+
+def test_modules_that_look_at_what_kernels_do_not_see_are_found_out(device):
+    layers, z0 = nn.ModuleList([OfTrained(3) for _ in range(7)]).to(device), torch.randn(2, 3, device=device)
+    for _ in range(3):
+        found = deeppcr.solve(layers, z0, solver=Newton(chunk=3))
+        z = z0
+        for layer in layers:
+            z = layer(z)
+        assert error(found.final, z) < 1e-5
+    assert not by_kernels(found)
+
+
 @pytest.mark.parametrize(("width", "has_inputs"), [(9, False), *thorough((3, False), (9, True), (3, True))])
 def test_modules_that_are_alike_are_one_step(width, has_inputs, device):
     layers, z0 = nn.ModuleList([Layer(width) for _ in range(7)]).to(device), torch.randn(2, width, device=device)

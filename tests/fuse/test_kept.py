@@ -130,13 +130,17 @@ def of_no_use(path, how):
         path.write_text("[1, 2]")
     elif how == "other numbers":
         path.write_text(json.dumps({**record, "numbers": [3.0]}))
+    elif how == "no text":
+        module.write_bytes(b"\xff\xfe")
     elif how == "a changed module":
         module.write_text(module.read_text() + "\n# and more\n")
     else:
         module.unlink()
 
 
-@pytest.mark.parametrize("how", ["half a record", "no record", "other numbers", "a changed module", "no module"])
+@pytest.mark.parametrize(
+    "how", ["half a record", "no record", "other numbers", "no text", "a changed module", "no module"]
+)
 def test_what_is_not_whole_is_written_again(how, folder):
     first = by_process(*STEPS["narrow"])
     for path in folder.glob("deeppcr_graph_*.json"):

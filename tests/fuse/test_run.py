@@ -209,6 +209,13 @@ SCALED = {
 }
 
 
+def test_a_product_with_a_vector_added_to_one_that_does_not_depend_on_the_state(device):
+    """The same, of a state without rows."""
+    matrix, added = normal(3, 3, device=device) / 4, normal(3, device=device)
+    step = lambda z, x: torch.addmv(added, matrix, z, beta=0.3, alpha=0.7) + x  # noqa: E731
+    compare(step, normal(3, device=device), normal(9, 3, device=device), (), chunk=4)
+
+
 @pytest.mark.parametrize("what", SCALED)
 def test_sums_with_a_factor_before_what_does_not_depend_on_the_state(what, device):
     """Of which PyTorch's own tangent, traced, ends the process."""

@@ -1,4 +1,4 @@
-"""All steps at once: by vmap, folded into rows, stacked from a list, or one by one; each like the loop."""
+"""All steps at once: by vmap, folded into rows, or one by one; each like the loop."""
 
 import warnings
 from functools import partial
@@ -6,7 +6,6 @@ from itertools import count
 
 import pytest
 import torch
-from torch import nn
 
 import deeppcr
 from deeppcr import Newton, StepError
@@ -133,105 +132,6 @@ def test_recurrent_cells_without_folding_still_work(device):
     assert any("gru_cell" in note and "deeppcr.rowwise(step)" in note for note in solution.plan.notes)
 
 
-class Block(nn.Module):
-    def __init__(self, width, slope=0.1):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.slope = slope
-        self.register_buffer("shift", torch.randn(width))
-
-    def forward(self, z):
-        return nn.functional.leaky_relu(self.linear(z), self.slope) + 0.1 * self.shift
-
-
-def check_list(layers, z0, said, xs=None):
-    with torch.no_grad():
-        loop = plain_loop_over(layers, z0, xs)
-    solution = deeppcr.solve(layers, z0, xs, solver=Newton())
-    assert relative_error(solution.states, loop) < 1e-9
-    assert any(said in note for note in solution.plan.notes)
-    return solution
-
-
-def plain_loop_over(layers, z, xs=None):
-    states = []
-    for index, layer in enumerate(layers):
-        z = layer(z) if xs is None else layer(z, xs[index])
-        states.append(z)
-    return torch.stack(states)
-
-
-def test_modules_of_equal_structure_are_stacked(device):
-    layers = nn.ModuleList(Block(4) for _ in range(20)).double().to(device)
-    z0 = torch.randn(3, 4, dtype=torch.float64, device=device)
-    solution = check_list(layers, z0, "20 stacked in 1 groups")
-    loss = solution.states.square().sum()
-    ours = torch.autograd.grad(loss, list(layers.parameters()))
-    loops = torch.autograd.grad(plain_loop_over(layers, z0).square().sum(), list(layers.parameters()))
-    for a, b in zip(ours, loops, strict=True):
-        assert torch.allclose(a, b, rtol=1e-7, atol=1e-9)
-
-
-def test_modules_that_differ_in_any_attribute_are_not(device):
-    z0 = torch.randn(3, 4, dtype=torch.float64, device=device)
-    mixed = [Block(4, slope=0.1 if i % 2 else 0.3).double().to(device) for i in range(10)]
-    mixed.append(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double().to(device))
-    hooked = Block(4).double().to(device)
-    hooked.register_forward_hook(lambda module, args, output: 2 * output)
-    mixed += [hooked, torch.sin, torch.sin, lambda z: 0.5 * z]
-    solution = check_list(mixed, z0, "12 stacked in 3 groups, 3 called one by one")
-    assert solution.plan.evaluation == "loop, vmap"
-    parameters = [p for layer in mixed if isinstance(layer, nn.Module) for p in layer.parameters()]
-    ours = torch.autograd.grad(solution.states.sum(), parameters)
-    loops = torch.autograd.grad(plain_loop_over(mixed, z0).sum(), parameters)
-    for a, b in zip(ours, loops, strict=True):
-        assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
-
-
-def test_training_mode_shapes_and_extra_tensors_tell_modules_apart():
-    from deeppcr.sequence.stack import _same_structure
-
-    base = Block(4)
-    assert _same_structure(base, Block(4))
-    assert not _same_structure(base, Block(5))
-    assert not _same_structure(base, Block(4).eval())
-    assert not _same_structure(base, torch.sin)
-    assert not _same_structure(nn.Tanh(), nn.Tanh())  # nothing to stack
-    extra = Block(4)
-    extra.table = torch.ones(3)
-    other = Block(4)
-    other.table = torch.ones(3)
-    assert not _same_structure(extra, other)  # a tensor that is no buffer: not compared
-    assert not _same_structure(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    assert not _same_structure(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    for value, twin, different in (
-        ([1, (2, 3)], [1, (2, 3)], [1, (2, 4)]),
-        ({"a": 1}, {"a": 1}, {"a": 2}),
-        (1, 1, 1.0),
-    ):
-        one, two, three = Block(4), Block(4), Block(4)
-        one.setting, two.setting, three.setting = value, twin, different
-        assert _same_structure(one, two)
-        assert not _same_structure(one, three)
-
-
-def test_a_list_with_inputs_for_every_step(device):
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, z, x):
-            return torch.tanh(self.linear(z)) + x
-
-    make = Generator(0, torch.float64, device)
-    layers = [Gated().double().to(device) for _ in range(12)]
-    xs = make.normal(12, 4)
-    check_list(layers, make.normal(3, 4), "12 stacked", xs)
-    check_list([*layers[:11], lambda z, x: torch.sin(z) + x], make.normal(3, 4), "1 called one by one", xs)
-    check_list([lambda z, x: torch.sin(z) + x] * 12, make.normal(3, 4), "12 stacked", xs)
-
-
 def test_nests_of_states_and_inputs(device):
     make = Generator(0, torch.float64, device)
 
@@ -246,6 +146,37 @@ def test_nests_of_states_and_inputs(device):
     solution = deeppcr.solve(step, z0, xs, solver=Newton())
     assert set(solution.states) == {"a", "b"}
     assert relative_error(solution.states, plain_loop(step, z0, xs)) < 1e-9
+
+
+def one_in_another(wrap, unwrap):
+    """A step on a pair, of which one tensor lies in a container of its own."""
+    return lambda state, x: (torch.tanh(state[0] + unwrap(state[1]) + x), wrap(unwrap(state[1]) / 2 + state[0].sin()))
+
+
+@pytest.mark.parametrize("solver", [None, Newton(), deeppcr.Loop()])
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [(lambda t: (t,), lambda w: w[0]), (lambda t: [t], lambda w: w[0]), (lambda t: {"m": t}, lambda w: w["m"]), (lambda t: ((t,),), lambda w: w[0][0])],
+)  # fmt: skip
+def test_containers_of_one_tensor_in_others(wrap, unwrap, solver, device):
+    make = Generator(0, torch.float64, device)
+    step, z0, xs = one_in_another(wrap, unwrap), (make.normal(3, 4), wrap(make.normal(3, 4))), make.normal(20, 3, 4)
+    for start, body in (
+        (z0, step),
+        ({"h": z0[0], "m": z0[1]}, lambda s, x: dict(zip(("h", "m"), step((s["h"], s["m"]), x), strict=True))),
+    ):
+        states = deeppcr.solve(body, start, xs, solver=solver).states
+        assert relative_error(states, plain_loop(body, start, xs)) < 1e-9
+        assert type(states) is type(start)
+    latest = lambda states, x: wrap(torch.tanh(unwrap(states[0]) / 2 - unwrap(states[1]) / 3 + x))  # noqa: E731
+    history, window = deeppcr.with_history(latest, 2), (z0[1], z0[1])
+    states = deeppcr.solve(history, window, xs, solver=solver).states
+    assert relative_error(states, plain_loop(history, window, xs)) < 1e-9
+
+
+def test_nothing_is_no_state_of_several_containers():
+    with pytest.raises(StepError, match="changes the state's structure"):
+        deeppcr.solve(lambda z: (), ((torch.ones(2, 3),),), length=4, solver=deeppcr.Loop())
 
 
 def test_scalar_states_without_dimensions(device):
@@ -379,18 +310,13 @@ def test_a_rowwise_step_that_takes_only_its_own_inputs_is_not_given_others(devic
         deeppcr.solve(deeppcr.rowwise(lambda z, x: step(z, x[:1].expand(len(x), 2))), z0, xs, solver=Newton())
 
 
-def test_what_nothing_requires_a_gradient_of_has_none_and_what_a_later_callable_closes_over_has(device):
+def test_what_nothing_requires_a_gradient_of_has_none(device):
     z0 = torch.ones(2, 3, device=device)
     for steps in (
         [lambda z, k=k: torch.tanh(z) * k for k in (0.5, 0.6, 0.7)],
         [partial(torch.mul, torch.full((3,), k, device=device)) for k in (0.5, 0.6, 0.7)],
     ):
         assert not deeppcr.solve(steps, z0, solver=Newton()).states.requires_grad
-    weight = torch.full((3,), 0.5, device=device, requires_grad=True)
-    steps = [torch.tanh, lambda z: z * weight, torch.sin]
-    (ours,) = torch.autograd.grad(deeppcr.solve(steps, z0, solver=Newton()).states.sum(), weight)
-    (loops,) = torch.autograd.grad(plain_loop_over(steps, z0).sum(), weight)
-    assert torch.allclose(ours, loops, rtol=1e-4)
 
 
 def test_dictionaries_whose_keys_come_back_in_another_order(device):
@@ -420,32 +346,6 @@ def test_inference_tensors(device):
         assert relative_error(deeppcr.solve(step, z0, xs, solver=Newton()).states, plain_loop(step, z0, xs)) < 1e-4
     with torch.no_grad():
         assert relative_error(deeppcr.solve(step, z0, xs, solver=Newton()).states, plain_loop(step, z0, xs)) < 1e-4
-
-
-def test_threads_that_share_one_model(device):
-    import sys
-    from concurrent.futures import ThreadPoolExecutor
-
-    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)).double().to(device)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with torch.no_grad(), ThreadPoolExecutor(4) as pool:
-            inputs = [torch.randn(2, 4, dtype=torch.float64, device=device) for _ in range(16)]
-            solutions = list(pool.map(lambda z0: deeppcr.solve(layers, z0, solver=Newton()), inputs))
-    finally:
-        sys.setswitchinterval(before)
-    for z0, solution in zip(inputs, solutions, strict=True):
-        assert relative_error(solution.states, plain_loop_over(layers, z0)) < 1e-9
-    assert all(isinstance(p, nn.Parameter) for layer in layers for p in layer.parameters())
-
-
-def test_backward_hooks_keep_a_module_out_of_the_stack(device):
-    layers = [nn.Linear(4, 4).double().to(device) for _ in range(6)]
-    layers[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(0 * g for g in inputs))
-    with torch.no_grad():  # where they do no harm
-        solution = deeppcr.solve(layers, torch.randn(2, 4, dtype=torch.float64, device=device), solver=Newton())
-    assert any("1 called one by one" in note for note in solution.plan.notes)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

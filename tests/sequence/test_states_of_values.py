@@ -2,6 +2,7 @@
 
 import array
 import collections
+import ctypes
 import sys
 import time
 from functools import partial
@@ -289,6 +290,24 @@ def test_data_that_is_named_or_reached_otherwise_is_looked_into(wrap):
 
 def pick(held, z):
     return held[0][-1] * z
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [memoryview(bytearray(10**6)), memoryview(bytearray(10**6))[::2], (ctypes.c_int * 10**6)(), memoryview(bytearray(9))],
+    ids=["view", "every second", "C", "short"],
+)  # fmt: skip
+def test_of_much_memory_the_ends_are_looked_at(memory):
+    before = state_of(memory)
+    assert sum(len(each) for each in before if isinstance(each, bytes)) < 10**5
+    memory[len(memory) - 1] = 7
+    assert state_of(memory) != before
+
+
+def test_memory_that_was_released_has_no_state():
+    memory = memoryview(bytearray(9))
+    memory.release()
+    assert state_of(memory) == []
 
 
 def test_numpy_is_not_imported_for_a_look(monkeypatch):

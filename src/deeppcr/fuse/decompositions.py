@@ -243,6 +243,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **get_decompositions([_aten.native_layer_norm, _aten._softmax, _aten._log_softmax]),
     _aten.add.Tensor: _scaled(torch.add),
     _aten.addmm.default: _addmm,
+    _aten.addmv.default: _addmm,
     _aten.argmax.default: _place_only(_max),
     _aten.argmin.default: _place_only(_min),
     _aten.cholesky_solve.default: _cholesky_solve,

@@ -86,7 +86,7 @@ def put(name: str, text: str) -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_ours(folder):
                 raise PermissionError(f"{folder} belongs to another user, or others may write to it")
-            if path.is_file() and path.read_text() == text:
+            if path.is_file() and path.read_bytes() == text.encode():
                 return path
             with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
                 try:

@@ -201,10 +201,12 @@ def _few_differ(previous: Tensor, values: Tensor, changed: Tensor, foreseen: Ten
     """[B]: whether no more steps than may be next to a kink change quite otherwise than foreseen: see ``is_foreseen``, which asks for the
     average. Some of the steps that hide a derivative do as much harm as all of them, and are no part of that.
 
-    A step rounds what its row has there: what was large at another time is not to hide what small states change by.
+    A step rounds what its row has there: what was large at another time is not to hide what small states change by, but for the
+    rounding of that itself, since what fades may be the difference of what stays large.
     """
     of_row = torch.maximum(previous.abs().amax(-1, keepdim=True), values.abs().amax(-1, keepdim=True))
     noise = noise_of(values.dtype, rtol) * torch.minimum(of_row, values.abs().amax(0))
+    noise = torch.maximum(noise, torch.finfo(values.dtype).eps * of_row.amax(0))
     change = changed - values
     differ = (change - foreseen).abs() > 0.5 * torch.maximum(change.abs(), foreseen.abs()) + noise
     return (differ.sum(0) <= max(_KINKS, _AT_KINKS * len(values))).all(-1)

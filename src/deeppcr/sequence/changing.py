@@ -56,7 +56,7 @@ def state_of(value: Any) -> list[Any] | None:
     if issubclass(kind, random.Random):
         return [value.getstate()]
     if issubclass(kind, (memoryview, *CTYPES)):
-        return [bytes(value)]
+        return _bytes_of(value)
     if issubclass(kind, (bytearray, array)):
         return [len(value), bytes(value[:_ENTRIES]), bytes(value[-_ENTRIES:])]
     if kind.__module__.startswith("numpy") and (numpy := sys.modules.get("numpy")) is not None:
@@ -68,6 +68,17 @@ def state_of(value: Any) -> list[Any] | None:
             legacy = issubclass(kind, numpy.random.RandomState)
             return [pickle.dumps(value.get_state(legacy=False) if legacy else value.bit_generator.state)]
     return None
+
+
+def _bytes_of(value: Any) -> list[Any]:
+    """Of memory, of which there may be very much."""
+    try:
+        memory = memoryview(value)
+    except ValueError:  # it was released
+        return []
+    if memory.ndim == 1 and memory.nbytes > 2 * _ENTRIES * memory.itemsize:
+        return [len(memory), bytes(memory[:_ENTRIES]), bytes(memory[-_ENTRIES:])]
+    return [bytes(memory)]
 
 
 def digest_of(container: Any) -> bytes | None:

@@ -148,7 +148,12 @@ class Layout:
     @cached_property
     def is_tuple(self) -> bool:
         """Whether the state is a plain tuple of tensors, which PyTorch takes long to build."""
-        return self.spec.type is tuple and self.spec.num_children == len(self.shapes)
+        return self.spec.type is tuple and self._is_shallow
+
+    @cached_property
+    def _is_shallow(self) -> bool:
+        """Whether one container holds all tensors; one that holds a tensor in another has as many entries."""
+        return self.spec.num_nodes == 1 + len(self.shapes)
 
     def norms(self, packed: Tensor) -> Tensor:
         """The largest magnitude in each leaf: [..., B, D] to [..., B, leaves]."""
@@ -181,7 +186,7 @@ class Layout:
         expected = self._expected if batch_shape is None else self._expected_for(batch_shape)
         if self._keys is None:
             return (nest,) if _is_like(nest, *expected[0]) else None
-        if type(nest) is self.spec.type and len(nest) == len(self._keys):
+        if self._keys and type(nest) is self.spec.type and len(nest) == len(self._keys):
             try:
                 leaves: Any = nest if type(nest) is tuple else [nest[key] for key in self._keys]
             except KeyError:
@@ -202,7 +207,7 @@ class Layout:
             return None
         if self.is_tuple:
             return range(len(self.shapes))
-        return list(self.spec.context) if self.spec.type is dict and self.spec.num_children == len(self.shapes) else ()
+        return list(self.spec.context) if self.spec.type is dict and self._is_shallow else ()
 
     @cached_property
     def _expected(self) -> list[tuple[torch.Size, torch.dtype, torch.device]]:

@@ -6,6 +6,7 @@ Shapes: L steps, B rows in all batch dimensions together.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def up_to(lengths: Any, step: Any, z0: Any, xs: Any, length: int | None, batch_d
         step, z0, xs, length, batch_dims: as for ``deeppcr.solve``
     """
     if isinstance(lengths, (list, tuple)) and all(type(each) is int for each in pytree.tree_leaves(lengths)):
-        lengths = torch.tensor(lengths)
+        with suppress(ValueError, RuntimeError):  # of what is no array of numbers there is more to say
+            lengths = torch.tensor(lengths)
     steps = find_length(step, xs, length)
     leaves, spec = ([], None) if xs is None else pytree.tree_flatten(xs)
     layout = Layout.of(z0, batch_dims)

@@ -1,4 +1,4 @@
-"""Whether a row gives the same beside other rows: the ONE comparison; and steps that are folded into rows of one call.
+"""Whether a row gives the same beside other rows: the ONE comparison; steps that are folded into rows of one call, or stand in for others.
 
 Shapes: L steps, B rows, D the packed state.
 """
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..runtime import is_out_of_memory
-from .evaluate import StepError, StepGroup
+from ..runtime import is_capturing, is_out_of_memory
+from .evaluate import StepError, StepGroup, entry_of
 from .layout import Layout, describe
 
 
@@ -51,6 +51,10 @@ def find_influence(step: Callable[[Tensor], Tensor], state: Tensor, layout: Layo
         if changed.any():
             return row, int(changed.nonzero()[0])
     return None
+
+
+#: Times the root of the unit of rounding: modules that differ by less from their stand-in do so by rounding.
+_COARSE = 10
 
 
 class Rowwise:
@@ -128,6 +132,28 @@ def check_fold(group: StepGroup, initial: Tensor, first: Tensor, length: int) ->
             "step: declared rowwise, but rows of a folded call differ from those of a real step: "
             "something it closes over has rows of its own, or its rows influence each other"
         )
+
+
+@torch.no_grad()
+def differ_from_stand_in(group: StepGroup, members: list[int], callables: Any, xs: Any, state: Tensor) -> bool:
+    """Whether some of the modules of a group do something else by themselves: they may look at what a stand-in does not share, as at
+    whether their parameters are trained, or at their own place among others.
+
+    Args:
+        members: their numbers among all callables
+        state: [B, D], from which each of them takes a step
+    """
+    if is_capturing(state.device):
+        return False
+    places = sorted({0, 1, len(members) // 2, len(members) - 1})
+    together = group.values(state.expand(len(places), *state.shape).clone(), torch.tensor(places, device=state.device))
+    real = [StepGroup(callables[members[place]], xs, group.layout) for place in places]
+    alone = torch.stack(
+        [one.call(state.clone(), entry_of(xs, members[place])) for one, place in zip(real, places, strict=True)]
+    )
+    # Products of many rows may be coarser than those of few.
+    allowed = _COARSE * torch.finfo(state.dtype).eps ** 0.5 * (1 + sizes_of(alone))
+    return bool(rows_that_differ(together, alone, allowed).any())
 
 
 def _both_ways(group: StepGroup, starts: list[Tensor], inputs: list[Any], first: Tensor) -> tuple[Tensor, Tensor]:

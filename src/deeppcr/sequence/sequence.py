@@ -21,7 +21,7 @@ from .evaluate import StepError, StepGroup, entry_of, vmap_over_steps
 from .history import WithHistory
 from .layout import Layout, hint_of_array, hint_of_batch_first, note_call
 from .purity import AsDifferentiated, Purity, changes_in_place, refuse_hooked
-from .rows import Rowwise, check_fold, check_rows
+from .rows import Rowwise, check_fold, check_rows, differ_from_stand_in
 from .stack import LISTS, group_callables
 from .trace import Trace
 
@@ -49,7 +49,14 @@ class Sequence:
         *,
         traced: bool = False,
         watched: bool = True,
+        stacked: bool = True,
     ):
+        """
+        Args:
+            traced: keep a trace of the first step
+            watched: refuse what a step must not do
+            stacked: one of the modules of a list that are alike stands in for all of them, where it does what they do
+        """
         self.layout: Layout = Layout.of(z0, batch_dims)
         self.initial: Tensor = self.layout.pack(z0)
         self.xs = xs
@@ -64,7 +71,7 @@ class Sequence:
             for index, each in enumerate(step):
                 if not callable(each):
                     raise TypeError(f"step: entry {index} of the list is not callable but {type(each).__name__}")
-            members, said = group_callables(list(step), xs, self.layout, stack=watched)
+            members, said = group_callables(list(step), xs, self.layout, stack=watched and stacked)
             self._groups = members
             placed = {m: (group, place) for indices, group in members for place, m in enumerate(indices)}
             self._places = [placed[index] for index in range(self.length)]
@@ -79,14 +86,24 @@ class Sequence:
         self.trace = Trace(self.layout.device) if traced and not several else None
         self._purity = Purity([group for _, group in self._groups]) if watched else None
         differentiated = watched and torch.is_grad_enabled()
-        with AsDifferentiated() if differentiated else nullcontext() as seen:
-            first = self._take_first_step(xs)
+        stand_ins = [(indices, group) for indices, group in self._groups if group.module is not None]
+        try:
+            with AsDifferentiated() if differentiated else nullcontext() as seen:
+                first = self._take_first_step(xs)
+        except Exception:
+            if not stand_ins:
+                raise
+            self._begin_alone(step, z0, xs, length, batch_dims, traced=traced)  # which says the same, or does it
+            return
         if seen is not None and seen.switches_off:
             for _, group in self._groups:
                 group.differentiate_as_autograd()
         self.first: Tensor = first.detach() if watched else first
         if self._purity is not None:
             self._purity.look_at_first(self.initial.detach(), self.inputs(0), first.detach())
+        if any(differ_from_stand_in(group, indices, step, xs, self.first) for indices, group in stand_ins):
+            self._begin_alone(step, z0, xs, length, batch_dims, traced=traced)
+            return
         if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
             raise RuntimeError("deeppcr.solve has no forward-mode derivative; use reverse mode (backward)")
         if self._groups[0][1].way == "rowwise" and self.length > 1 and watched:
@@ -99,6 +116,13 @@ class Sequence:
         self.needs_gradients: bool = any(leaf.requires_grad for leaf in (first, *tensors_in(inputs)))
         if self._purity is not None and differentiated and self.needs_gradients:
             refuse_hooked(self._purity.roots)
+
+    def _begin_alone(self, *loop: Any, traced: bool) -> None:
+        """The modules of a list are called one by one, since one that stands in for others does not do what they do."""
+        self.__init__(*loop, traced=traced, stacked=False)
+        self.notes.append(
+            "modules that look alike are called one by one: where one stands in for others, it does something else"
+        )
 
     def _take_first_step(self, xs: Any) -> Tensor:
         """The first step as the loop takes it: what is wrong with the step shows here, under its own name."""

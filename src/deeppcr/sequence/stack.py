@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .evaluate import StepError, StepGroup, entry_of
+from .evaluate import StepGroup, entry_of
 from .layout import Layout
 
 #: What a list of steps may be.
@@ -51,9 +50,9 @@ def group_callables(
             groups.append((members, StepGroup(chosen[0], inputs, layout, one_by_one=single)))
             alone, stacked = alone + single, stacked + (0 if single else len(members))
         else:
-            step, state = Stacked(chosen, members[0], inputs is not None), stacked_state(chosen)
+            step, state = Stacked(chosen, inputs is not None), stacked_state(chosen)
             state = state if inputs is None else (state, inputs)
-            groups.append((members, StepGroup(step, state, layout, module=step.template)))
+            groups.append((members, StepGroup(step, state, layout, module=step.stand_in)))
             stacked += len(members)
     said = f"{len(callables)} callables: {stacked} stacked in {sum(len(m) > 1 for m, _ in groups)} groups"
     return groups, said + (f", {alone} called one by one" if alone else "")
@@ -64,32 +63,33 @@ class Stacked:
 
     Args:
         modules: that are alike
-        first: the number of the first among all steps
         has_inputs: each is ``f(z, x)``
     """
 
-    template: Any
-
-    def __init__(self, modules: Sequence[Any], first: int, has_inputs: bool):
-        # A private copy of the structure, sharing the tensors: functional_call swaps parameters inside the module it is
-        # given, and two threads that solve with one model must not do that to each other.
-        shared = {id(t): t for t in [*modules[0].parameters(), *modules[0].buffers()]}
-        self.template, self._has_inputs = copy.deepcopy(modules[0], shared), has_inputs
-        self._first, self._count = first, len(modules)
+    def __init__(self, modules: Sequence[Any], has_inputs: bool):
+        self.stand_in: nn.Module = _stand_in_for(modules[0])
+        self._has_inputs = has_inputs
 
     def __call__(self, z: Any, x: Any) -> Any:
         state, arguments = (x[0], (z, x[1])) if self._has_inputs else (x, (z,))
-        try:
-            return functional_call(self.template, state, arguments)
-        except KeyError as error:
-            # A copy is not found where the modules themselves are; any other key is the step's own mistake.
-            key = error.args[0]() if error.args and isinstance(error.args[0], ref) else next(iter(error.args), None)
-            if not any(key is part or key == id(part) for part in self.template.modules()):
-                raise
-            raise StepError(
-                f"step: number {self._first}, {type(self.template).__name__}, looks itself up in a table, where a copy that stands for "
-                f"{self._count} equal modules is not: keep what it looks for in the module, or use solver=Loop()"
-            ) from error
+        return functional_call(self.stand_in, state, arguments)
+
+
+def _stand_in_for(module: nn.Module) -> nn.Module:
+    """The same tree of modules, of its own: functional_call swaps parameters inside the modules that it is given, and two threads that
+    solve with one model must not do that to each other. What the modules hold beside, and so its gradients, is theirs."""
+    stand_ins: dict[int, nn.Module] = {}
+    for part in module.modules():
+        stand_ins[id(part)] = stand_in = type(part).__new__(type(part))
+        # A container may list what is swapped, as those of PyTorch's recurrent layers do.
+        stand_in.__dict__ = {
+            name: copy.copy(value) if isinstance(value, (list, dict, set)) else value
+            for name, value in vars(part).items()
+        }
+    for part in stand_ins.values():
+        children = part._modules
+        children.update({name: stand_ins[id(child)] for name, child in children.items() if child is not None})
+    return stand_ins[id(module)]
 
 
 def stacked_state(modules: Sequence[Any]) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def as_one_step(callables: Iterable[Any], xs: Any) -> tuple[Stacked, Any] | None
     if len(modules) < 2 or not all(_same_structure(modules[0], each) for each in modules):
         return None
     state = stacked_state(modules)
-    return Stacked(modules, 0, xs is not None), state if xs is None else (state, xs)
+    return Stacked(modules, xs is not None), state if xs is None else (state, xs)
 
 
 def _same_structure(a: Any, b: Any) -> bool:

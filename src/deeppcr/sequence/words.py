@@ -46,7 +46,7 @@ def in_words(
 
     Args:
         results, exact_steps: of every row
-        inputs: what a step sees of xs, by its index
+        inputs: what a step sees of xs, by its index; None of another rank's
         reasons: why Newton gave up
         start: what z0 holds that is not finite
     """
@@ -74,7 +74,8 @@ def _not_finite_in(inputs: Callable[[int], Any], index: int, layout: Layout, row
     """Which input of a step holds what is not finite, in its part for a row where it has one: NaN first, then an infinity, but for one
     that did no harm in the step before: that is as a rule a mask."""
     infinite = None
-    before = pytree.tree_leaves(inputs(index - 1)) if index else None
+    earlier = inputs(index - 1) if index else None
+    before = None if earlier is None else pytree.tree_leaves(earlier)  # another rank's, perhaps
     for at, (path, leaf) in enumerate(pytree.tree_flatten_with_path(inputs(index))[0]):
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             leaf, name = _of_row(leaf, layout, row), "xs" + pytree.keystr(path)

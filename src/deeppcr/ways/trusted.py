@@ -11,6 +11,7 @@ from ..newton import USUAL
 from ..newton.certificate import FALSE_DERIVATIVE, steps_have_derivative
 from ..sequence import Sequence
 from ..sequence.evaluate import entry_of
+from ..sequence.stack import LISTS
 from ..tolerance import Tolerance, bears_out, measure
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def _doubt_of_all(call: Any, fused: FusedStep, initial: Tensor, found: Found, to
     """Whether the step itself gives all states, and may be differentiated in one backward pass through all of its steps; where chunks
     were joined by its derivatives, whether these are its own."""
     # With gradients as the caller has them: hooks on gradients, which kernels never call, are refused here.
-    sequence = Sequence(call.step, call.z0, call.xs, length=call.length, batch_dims=call.batch_dims)
+    step, xs = call.given if isinstance(call.given[0], LISTS) else (call.step, call.xs)
+    sequence = Sequence(step, call.z0, xs, length=call.length, batch_dims=call.batch_dims)
     with torch.no_grad():
         doubt = _doubt_of_states(sequence, fused, initial, found, tolerance)
     sequence.stop_watching()
