@@ -8,12 +8,12 @@ Of several files the newest counts. With --page the table is written into the pa
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from kernel_report import goals, measured_by, number
-from report_page import report
+from report_page import newest, report, stored
 
 BEGIN = "<!-- the table of loops begins: written by benchmarks/loop_report.py -->"
 END = "<!-- the table of loops ends -->"
@@ -63,7 +63,29 @@ def markdown(record: Mapping[str, Any], file_name: str) -> str:
         cells = [cell for cases in found for cell in _times(cases)]
         size = f"{sizes['L']:,}, {sizes['B']:,}, {sizes['D']:,}"
         lines.append(f"| {NAMES[loop]} | {size} | {' | '.join(cells)} | {_how(found)} |")
-    return "\n".join([*lines, "", f"{goals([each['met'] for each in record['targets']])}; the file lists them."])
+    lines += ["", f"{goals([each['met'] for each in record['targets']])}; the file lists them.", "", *_beside(record)]
+    return "\n".join(lines)
+
+
+def _beside(record: Mapping[str, Any]) -> Iterator[str]:
+    """What a call takes beside the device, and what kernels take until they are there."""
+    host = [each for each in record["targets"] if each["name"].endswith(", host, ms") and each["value"] is not None]
+    if host:
+        met = sum(each["met"] for each in host)
+        yield f"- beside the device, a warm call takes {_between(host)} ms (goal: at most {host[0]['limit']:g}, met by {met} of {len(host)})"
+    if files := stored("compile-time-nvidia"):
+        path, compiling = newest(files)
+        later = [each for each in compiling["targets"] if "second process" in each["name"]]
+        first = [each for each in compiling["targets"] if each not in later]
+        yield (
+            f"- all kernels of a loop, gradients included, are compiled in {_between(first)} s, once for all lengths; a later process has them "
+            f"in {_between(later)} s (`results/{path.name}`)"
+        )
+
+
+def _between(targets: Sequence[Mapping[str, Any]]) -> str:
+    values = [each["value"] for each in targets]
+    return f"{min(values):.2g} to {max(values):.2g}"
 
 
 def _best(cases: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
