@@ -81,7 +81,7 @@ def solve(
         step: the body of the loop: ``step(z, x)``, or ``step(z)`` without xs; or a list of L such callables. It must be
             free of side effects and of random numbers, and treat the rows of a batch independently; what is seen to be
             otherwise raises StepError, and ``deeppcr.check`` looks for the rest
-        z0: the initial state: a floating or complex tensor or a tuple of them, [*batch, ...]. A complex number is two real ones to the
+        z0: the initial state: a floating or complex tensor or a nest of them (tuples, lists, dicts), [*batch, ...]. A complex number is two real ones to the
             solver, so the step need not be holomorphic
         xs: what changes from step to step: a tensor or a nest of tensors, each [L, ...]; ``step`` sees ``leaf[l]``
         length: L, where there are no xs

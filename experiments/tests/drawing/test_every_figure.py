@@ -22,7 +22,6 @@ from deeppcr_paper import (
 )
 from deeppcr_paper.catalogue import EXPERIMENTS
 from deeppcr_paper.figures import style
-from deeppcr_paper.figures.__main__ import main as figures_main
 from drawing_support import ERRORS, MEMORY, NEWTON, TIMING, silent
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,20 +124,6 @@ def test_same_result_same_bytes(results, monkeypatch):
     again = figures.draw(results["resnet-iterations"])
     assert again == drawn
     assert {key: matplotlib.rcParams[key] for key in before} == before
-
-
-def test_figures_become_files(tmp_path, results, capsys):
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps(results["mlp-gain"]))
-    assert figures_main([str(path), str(tmp_path / "drawn")]) == 0
-    written = sorted((tmp_path / "drawn").iterdir())
-    assert [str(each) for each in written] == sorted(capsys.readouterr().out.split())
-    for each in written:
-        assert "color:" in ElementTree.parse(each).getroot().attrib["style"]
-    path.write_text(json.dumps({**results["mlp-gain"], "complete": False}))
-    assert figures_main([str(path), str(tmp_path)]) == 2
-    assert "not finished" in capsys.readouterr().err
-    assert figures_main([]) == 2
 
 
 def test_nothing_was_timed():

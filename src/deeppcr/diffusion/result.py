@@ -47,11 +47,6 @@ class Samples:
     def result(self) -> Result:
         return worst_of(self.results)
 
-    @property
-    def fell_back(self) -> list[bool]:
-        """Which samples were finished by the loop."""
-        return [result is Result.FINISHED_BY_LOOP for result in self.results]
-
     def __repr__(self) -> str:
         return (
             f"Samples({self.result.name}, {tuple(self.final.shape)}, iterations={int(self.iterations.max())}, "

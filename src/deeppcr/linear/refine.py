@@ -22,10 +22,10 @@ from .solver import ForwardSubstitution, LinearSolver
 
 #: Where steps miss by so many roundings and no correction helps, they are taken one after the other: the error is about ten times that of
 #: forward substitution. Random blocks that contract, turn or grow a little stay below over 16,384 steps; a turn that is always the same may not.
-_ROUNDINGS = 40
+ROUNDINGS = 40
 _MORE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 #: A correction that brings less than a digit will bring no more.
-_DIGIT = 0.1
+DIGIT = 0.1
 
 
 def refine(couplings: Blocks, rhs: Tensor, states: Tensor, solver: LinearSolver, reverse: bool) -> Tensor:
@@ -55,9 +55,9 @@ def refine(couplings: Blocks, rhs: Tensor, states: Tensor, solver: LinearSolver,
             found = _roundings(missed / unit, terms / unit)
         if found <= solver.roundings:
             return states
-        if not found < _DIGIT * before and found <= _ROUNDINGS:
+        if not found < DIGIT * before and found <= ROUNDINGS:
             return states
-        if not found < _DIGIT * before:  # nor where something is not finite
+        if not found < DIGIT * before:  # nor where something is not finite
             return _otherwise(couplings, rhs, solver, reverse)
         states, before = _corrected(couplings, states, missed, solver, reverse), found
 

@@ -17,13 +17,9 @@ from torch import Tensor
 
 from ..distributed.ranks import FEW, Ranks
 from .blocks import STRUCTURES, BlockDiagonal, Blocks, Dense
+from .refine import DIGIT, ROUNDINGS
 from .solver import LinearSolver
 from .system import solve_system, with_initial
-
-#: Of what a rank hands on, so many roundings may be missing in what the next one starts from.
-_ROUNDINGS = 40.0
-#: A correction that brings less than a digit will bring no more.
-_DIGIT = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +136,7 @@ def solve_over(
         begun = ranks.reversed().shifted(entry)
         missed = torch.zeros_like(entry) if begun is None else handed - begun
         roundings = float(ranks.maximum(_roundings(missed, handed)))
-        if roundings <= _ROUNDINGS or (roundings < math.inf and not roundings < _DIGIT * before):
+        if roundings <= ROUNDINGS or (roundings < math.inf and not roundings < DIGIT * before):
             break  # no more than steps round, or what further corrections would bring
         if roundings < math.inf:
             entry, before = entry + entry_of(ranks, Map(own.block, missed), torch.zeros_like(entry)), roundings

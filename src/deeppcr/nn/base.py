@@ -23,6 +23,7 @@ from ..runtime import has_triton, in_functorch, is_capturing, is_transformed, ou
 from ..solution import Solution
 from ..solve import solve
 from ..warned import warn
+from ..ways.fused import covers
 from ..ways.judged import attach
 from . import kernel_way, operator
 from .arguments import ASKED, EMPTY, Mode, check_mode, check_newton, check_size
@@ -48,7 +49,7 @@ class Network(nn.Module):
     activations: Tensor  # [L, w], the batch mean of the last training step's states
     _kind: str
     _asked_for = 1
-    #: The settings that were last asked about, and what ``is_usual`` said of them.
+    #: The settings that were last asked about, and what ``covers`` said of them.
     _usual: tuple[Newton | None, bool] = (None, False)
 
     def __init__(
@@ -192,7 +193,7 @@ class Network(nn.Module):
     def _is_usual(self) -> bool:
         """Whether the parallel kernels know the method and its start."""
         if self.newton is not self._usual[0]:  # frozen, and to compare all of its settings takes longer than a launch
-            self._usual = (self.newton, kernel_way.is_usual(self.newton))
+            self._usual = (self.newton, covers(self.newton))
         return self._usual[1] and self.guess == _REPEATED
 
     def _wants_digits(self) -> bool:

@@ -6,14 +6,13 @@ Shapes: [L, (s,) w, w] of the weights: L steps of the solve, s layers inside a s
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..linear.fused import has_room
-from ..newton import Newton
 from . import calibrate, cost
 from .arguments import ASKED, Mode
 
@@ -29,19 +28,6 @@ def kernels() -> Any:
     from . import forward
 
     return forward
-
-
-_USUAL = Newton()
-_SETTINGS = tuple(field.name for field in fields(Newton) if field.name not in ("atol", "rtol", "scale", "chunk"))
-
-
-def is_usual(newton: Newton) -> bool:
-    """Whether only tolerances and chunk are set: the kernels know no other method."""
-    for name in _SETTINGS:
-        ours, usual = getattr(newton, name), getattr(_USUAL, name)
-        if ours is not usual and ours != usual:  # two strategies that are equal are compared for longer
-            return False
-    return True
 
 
 #: Layers wider than this go back by other kernels than forward. Measured on an H200 with one row (the products of Jacobians cost

@@ -47,7 +47,7 @@ _WITHOUT_DEPTH = (nn.Module, *CONTAINERS)
 BOUND_IN_C = (BuiltinMethodType, MethodWrapperType)
 #: What may be changed, and then is another thing; and all that is not looked into for more.
 _CHANGING = (Tensor, torch.Generator, random.Random)
-_NOTHINGINSIDE = (*_CHANGING, type, ModuleType, nn.Module, float)
+_NOTHING_INSIDE = (*_CHANGING, type, ModuleType, nn.Module, float)
 
 
 #: What stands for something else.
@@ -334,7 +334,7 @@ def outside_of_modules(walk: Walk, without: Collection[int] = ()) -> Iterator[tu
             if issubclass(kind, (type, ModuleType)):
                 walk.meet(each)
             looked_at = id(each) not in without or issubclass(kind, dict)
-            if looked_at and kind not in PLAIN and not issubclass(kind, _NOTHINGINSIDE):
+            if looked_at and kind not in PLAIN and not issubclass(kind, _NOTHING_INSIDE):
                 walk.go(each)
             yield owner, name, each
 

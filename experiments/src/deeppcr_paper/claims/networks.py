@@ -9,7 +9,7 @@ from statistics import fmean, median, median_low
 from typing import Any
 
 from ..figures.mlp_width import limit_in_words
-from ..figures.style import plain
+from ..figures.style import activation, plain
 from ..figures.style import seconds as in_words
 from ..mlp_memory import known_ratios
 from ..mlp_summary import break_even, seconds, speedup, threshold
@@ -21,7 +21,6 @@ from .words import (
     BASELINES,
     METHODS,
     SHORT,
-    activation_name,
     depths_in_words,
     error_size,
     finite,
@@ -285,14 +284,14 @@ def newton(result: Finished) -> list[Check]:
         name: of_cells(len(mine), sum(record["activation"] == name for record in tried))
         for name, mine in by_activation.items()
     }
-    each = [f"{activation_name(name)} {most[name]}{left[name] and f' ({left[name]})'}" for name in by_activation]
+    each = [f"{activation(name)} {most[name]}{left[name] and f' ({left[name]})'}" for name in by_activation]
     checks = [held("at most 6", max(most.values()), what="Newton iterations, at most", paper="6", printed=listed(each))]
     if missed := sum(name != "CONVERGED" for record in first for name in record["results"]):
         checks.append(held("converged", missed, what="solves that did not converge", paper="none", printed=str(missed)))
     means = {name: mean_iterations_by_depth(mine) for name, mine in by_activation.items()}
     grown = {name: max(each.values()) - min(each.values()) for name, each in means.items() if len(each) > 1}
     if grown:
-        spread = listed([f"{activation_name(name)} by {value:.1f}" for name, value in grown.items()])
+        spread = listed([f"{activation(name)} by {value:.1f}" for name, value in grown.items()])
         what = f"mean iterations from L = {DEEP} on change with L"
         checks.append(held("flat", max(grown.values()), what=what, paper="practically not", printed=spread))
     if means.get("relu") and means.get("sigmoid"):
@@ -305,7 +304,7 @@ def newton(result: Finished) -> list[Check]:
             small = sum(error <= SMALL_ERROR for error in errors) / len(errors)
             ours = f"{small:.0%} within {error_size(SMALL_ERROR)}; at most {error_size(max(errors))}"
             why = "The test is content with a residual of 10⁻⁴ in every entry."
-            what = f"error of the output, {activation_name(name)}"
+            what = f"error of the output, {activation(name)}"
             checks.append(
                 held(
                     "machine precision",

@@ -37,10 +37,6 @@ def error_size(value: float) -> str:
     return f"{lead}·10{superscript(int(exponent))}"
 
 
-def activation_name(name: str) -> str:
-    return {"relu": "ReLU"}.get(name, name)
-
-
 def listed(words: Sequence[str]) -> str:
     """
     >>> listed(["one", "two", "three"])
