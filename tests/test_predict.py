@@ -152,7 +152,12 @@ def test_solve_goes_the_way_that_was_predicted(monkeypatch, device):
         monkeypatch.setattr(plan, "_OPERATION", {"cpu": (1.0, 1e-3, 0.0), "cuda": (1.0, 1e-3, 0.0)})
         long = deeppcr.predict(*arguments)
         assert long.way == "newton"
-        assert "is tried" in long.why
+        assert long.why.endswith("is tried")
+        with monkeypatch.context() as patched:
+            patched.setattr(sys.modules["deeppcr.predict"], "_newton_seconds", lambda record, loop, *_: 2 * loop)
+            assert deeppcr.predict(*arguments).why.endswith(
+                "where it takes as long as expected, later solves take the loop"
+            )
         assert deeppcr.solve(*arguments).result is deeppcr.Result.CONVERGED
         measured = deeppcr.predict(*arguments)
         assert measured.basis["newton"] == "measured"

@@ -213,6 +213,8 @@ def _predicted(call: Call) -> Prediction:
     for way in known.tries.keys() & known.seconds.keys():  # what did not work has no time
         seconds[way], basis[way] = known.seconds[way], "measured"
     way, why = _choice(call, record, known)
+    if way == "newton" and basis[way] == "expected" and seconds[way] > loop:
+        why += ", in case its steps are nearly linear; where it takes as long as expected, later solves take the loop"
     return Prediction(
         length=steps, rows=layout.rows, width=layout.width, exponent=probe.exponent, errors=probe.errors, probed=probe.steps,
         step_seconds=step_seconds, iterations=iterations, chunk=chunk, seconds=seconds, basis=basis,
