@@ -21,7 +21,8 @@ ITERATIONS = Settings(steps=2000, seeds=1, iterations=COUNTS)
 ITERATIONS_QUICK = Settings(
     depths=(64,), epochs=2, rate=0.02, seeds=1, data="digits", train=400, test=200, window=10, iterations=COUNTS
 )
-GUESS = replace(ITERATIONS, depths=(1024,), guesses=("batch-mean", "random", "zeros"))
+# From which start a training begins changes what it learns, and no time that Figure 22 shows.
+GUESS = replace(ITERATIONS, depths=(1024,), guesses=("batch-mean", "random", "zeros"), timed_seeds=0)
 GUESS_QUICK = replace(ITERATIONS_QUICK, train=240, iterations=(0, 1, 3, 5), guesses=GUESS.guesses)
 
 
