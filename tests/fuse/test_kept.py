@@ -121,6 +121,13 @@ def test_who_writes_is_part_of_it(monkeypatch):
     assert kept.key_of(made(mixing, Z).program) != before
 
 
+def test_a_file_that_is_no_text_is_replaced(folder):
+    path = kept.put("deeppcr_some.py", "text")
+    path.write_bytes(b"\xff\xfe")
+    assert kept.put("deeppcr_some.py", "text") == path
+    assert path.read_text() == "text"
+
+
 def of_no_use(path, how):
     record = json.loads(path.read_text())
     module = path.parent / f"{record['module']}.py"

@@ -10,6 +10,7 @@ from torch import nn
 
 import deeppcr
 from deeppcr import Newton
+from deeppcr.sequence import Sequence
 from problems import Generator, relative_error
 
 
@@ -269,6 +270,8 @@ def test_modules_are_as_they_were(device):
     layers = nn.ModuleList(Recurrent() for _ in range(6)).to(device)
     z0 = torch.randn(3, 4, device=device)
     before = [id(each) for layer in layers for each in layer.rnn._flat_weights]
+    sequence = Sequence(layers, z0)  # whose stand-in lists its own: another thread may run the layers meanwhile
+    assert sequence._groups[0][1].module.rnn._flat_weights is not layers[0].rnn._flat_weights
     found = deeppcr.solve(layers, z0, solver=Newton())
     assert relative_error(found.states, plain_loop_over(layers, z0)) < 1e-5
     assert [id(each) for layer in layers for each in layer.rnn._flat_weights] == before
