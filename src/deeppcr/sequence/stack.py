@@ -81,7 +81,7 @@ def _stand_in_for(module: nn.Module) -> nn.Module:
     stand_ins: dict[int, nn.Module] = {}
     for part in module.modules():
         stand_ins[id(part)] = stand_in = type(part).__new__(type(part))
-        # A container may list what is swapped, as those of PyTorch's recurrent layers do.
+        # What it adds to lists of its own, before it is refused, is not added to the caller's.
         stand_in.__dict__ = {
             name: copy.copy(value) if isinstance(value, (list, dict, set)) else value
             for name, value in vars(part).items()
