@@ -294,7 +294,7 @@ def pick(held, z):
 
 @pytest.mark.parametrize(
     "memory",
-    [memoryview(bytearray(10**6)), memoryview(bytearray(10**6))[::2], (ctypes.c_int * 10**6)(), memoryview(bytearray(9))],
+    [memoryview(bytearray(10**7)), memoryview(bytearray(10**7))[::2], (ctypes.c_int * 10**6)(), memoryview(bytearray(9))],
     ids=["view", "every second", "C", "short"],
 )  # fmt: skip
 def test_of_much_memory_the_ends_are_looked_at(memory):

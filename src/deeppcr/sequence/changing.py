@@ -23,6 +23,8 @@ from ..runtime import version_of
 LARGEST = 1000
 #: Of arrays so many entries are looked at from either end.
 _ENTRIES = 4096
+#: Memory of up to so many bytes is looked at whole.
+_LOOKED_AT = 2**20
 #: Known by their value.
 PLAIN = frozenset((bool, int, str, bytes, range, type(None), torch.dtype, torch.device, CodeType))
 _VALUES = PLAIN | {float, complex}
@@ -55,10 +57,8 @@ def state_of(value: Any) -> list[Any] | None:
         return value.get_state().tolist()
     if issubclass(kind, random.Random):
         return [value.getstate()]
-    if issubclass(kind, (memoryview, *CTYPES)):
+    if issubclass(kind, (bytearray, array, memoryview, *CTYPES)):
         return _bytes_of(value)
-    if issubclass(kind, (bytearray, array)):
-        return [len(value), bytes(value[:_ENTRIES]), bytes(value[-_ENTRIES:])]
     if kind.__module__.startswith("numpy") and (numpy := sys.modules.get("numpy")) is not None:
         if issubclass(kind, (numpy.ndarray, numpy.generic)):
             ends = (value.flat[:_ENTRIES], value.flat[-_ENTRIES:])
@@ -76,7 +76,7 @@ def _bytes_of(value: Any) -> list[Any]:
         memory = memoryview(value)
     except ValueError:  # it was released
         return []
-    if memory.ndim == 1 and memory.nbytes > 2 * _ENTRIES * memory.itemsize:
+    if memory.ndim == 1 and memory.nbytes > _LOOKED_AT:
         return [len(memory), bytes(memory[:_ENTRIES]), bytes(memory[-_ENTRIES:])]
     return [bytes(memory)]
 

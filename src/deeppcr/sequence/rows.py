@@ -6,14 +6,15 @@ Shapes: L steps, B rows, D the packed state.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..runtime import is_capturing, is_out_of_memory
-from .evaluate import StepError, StepGroup, entry_of
+from ..runtime import is_out_of_memory
+from .evaluate import StepError, StepGroup
 from .layout import Layout, describe
 
 
@@ -53,7 +54,7 @@ def find_influence(step: Callable[[Tensor], Tensor], state: Tensor, layout: Layo
     return None
 
 
-#: Times the root of the unit of rounding: modules that differ by less from their stand-in do so by rounding.
+#: Times the root of the unit of rounding, in half precision the unit itself: modules that differ by less from their stand-in do so by rounding.
 _COARSE = 10
 
 
@@ -135,25 +136,24 @@ def check_fold(group: StepGroup, initial: Tensor, first: Tensor, length: int) ->
 
 
 @torch.no_grad()
-def differ_from_stand_in(group: StepGroup, members: list[int], callables: Any, xs: Any, state: Tensor) -> bool:
+def differs_from(group: StepGroup, real: dict[int, tuple[StepGroup, Any]], state: Tensor) -> bool:
     """Whether some of the modules of a group do something else by themselves: they may look at what a stand-in does not share, as at
     whether their parameters are trained, or at their own place among others.
 
     Args:
-        members: their numbers among all callables
+        real: by place in the group, a module and what it sees of xs
         state: [B, D], from which each of them takes a step
     """
-    if is_capturing(state.device):
-        return False
-    places = sorted({0, 1, len(members) // 2, len(members) - 1})
-    together = group.values(state.expand(len(places), *state.shape).clone(), torch.tensor(places, device=state.device))
-    real = [StepGroup(callables[members[place]], xs, group.layout) for place in places]
-    alone = torch.stack(
-        [one.call(state.clone(), entry_of(xs, members[place])) for one, place in zip(real, places, strict=True)]
-    )
-    # Products of many rows may be coarser than those of few.
-    allowed = _COARSE * torch.finfo(state.dtype).eps ** 0.5 * (1 + sizes_of(alone))
-    return bool(rows_that_differ(together, alone, allowed).any())
+    # Products of many rows may be coarser than those of few, in tensor cores say.
+    rounding = torch.finfo(state.dtype).eps
+    coarse = _COARSE * (rounding if state.dtype.itemsize == 2 else rounding**0.5)
+    differ = [torch.zeros((), dtype=torch.bool, device=state.device)]
+    with suppress(Exception):  # not every module takes the state of another
+        for place, (module, x) in real.items():
+            alone = module.call(state.clone(), x)
+            (together,) = group.values(state.clone().unsqueeze(0), slice(place, place + 1))
+            differ.append(rows_that_differ(together, alone, coarse * (1 + sizes_of(alone))).any())
+    return bool(torch.stack(differ).any())
 
 
 def _both_ways(group: StepGroup, starts: list[Tensor], inputs: list[Any], first: Tensor) -> tuple[Tensor, Tensor]:

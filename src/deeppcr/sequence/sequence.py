@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import copy
 from typing import Any
 
@@ -21,7 +21,7 @@ from .evaluate import StepError, StepGroup, entry_of, vmap_over_steps
 from .history import WithHistory
 from .layout import Layout, hint_of_array, hint_of_batch_first, note_call
 from .purity import AsDifferentiated, Purity, changes_in_place, refuse_hooked
-from .rows import Rowwise, check_fold, check_rows, differ_from_stand_in
+from .rows import Rowwise, check_fold, check_rows, differs_from
 from .stack import LISTS, group_callables
 from .trace import Trace
 
@@ -87,13 +87,13 @@ class Sequence:
         self._purity = Purity([group for _, group in self._groups]) if watched else None
         differentiated = watched and torch.is_grad_enabled()
         stand_ins = [(indices, group) for indices, group in self._groups if group.module is not None]
-        try:
-            with AsDifferentiated() if differentiated else nullcontext() as seen:
-                first = self._take_first_step(xs)
-        except Exception:
-            if not stand_ins:
-                raise
-            self._begin_alone(step, z0, xs, length, batch_dims, traced=traced)  # which says the same, or does it
+        first = None
+        # What a stand-in says is not for the caller, who knows of none: the modules themselves say the same, or do it.
+        said = suppress(Exception) if stand_ins else nullcontext()
+        with said, AsDifferentiated() if differentiated else nullcontext() as seen:
+            first = self._take_first_step(xs)
+        if first is None:
+            self._begin_alone(step, z0, xs, length, batch_dims, traced=traced)
             return
         if seen is not None and seen.switches_off:
             for _, group in self._groups:
@@ -101,7 +101,7 @@ class Sequence:
         self.first: Tensor = first.detach() if watched else first
         if self._purity is not None:
             self._purity.look_at_first(self.initial.detach(), self.inputs(0), first.detach())
-        if any(differ_from_stand_in(group, indices, step, xs, self.first) for indices, group in stand_ins):
+        if any(self._stands_in_wrongly(group, indices, step) for indices, group in stand_ins):
             self._begin_alone(step, z0, xs, length, batch_dims, traced=traced)
             return
         if any(has_tangent(leaf) for leaf in [first, *pytree.tree_leaves(xs)]):
@@ -117,11 +117,23 @@ class Sequence:
         if self._purity is not None and differentiated and self.needs_gradients:
             refuse_hooked(self._purity.roots)
 
+    def _stands_in_wrongly(self, group: StepGroup, indices: list[int], steps: Any) -> bool:
+        """Whether some of a group's modules by themselves do something else; raises where they keep what they did."""
+        if is_capturing(self.layout.device):
+            return False
+        places = sorted({0, 1, len(indices) // 2, len(indices) - 1})
+        real = {at: StepGroup(steps[indices[at]], self.xs, self.layout) for at in places}
+        watched = Purity(list(real.values()))
+        given = {at: (each, entry_of(self.xs, indices[at])) for at, each in real.items()}
+        wrong = differs_from(group, given, self.first)
+        watched.last_look()
+        return wrong
+
     def _begin_alone(self, *loop: Any, traced: bool) -> None:
         """The modules of a list are called one by one, since one that stands in for others does not do what they do."""
         self.__init__(*loop, traced=traced, stacked=False)
         self.notes.append(
-            "modules that look alike are called one by one: where one stands in for others, it does something else"
+            "modules that look alike are called one by one: where one stands in for others, it fails or does something else"
         )
 
     def _take_first_step(self, xs: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ LISTS = (list, tuple, nn.ModuleList)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: What every module has.
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, OrderedDict, set)
 _PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, type)
 
 
@@ -33,13 +35,14 @@ def group_callables(
         stack: without it, each is called itself, and not a copy that stands for several: it may keep what it likes
     """
     alike: list[list[int]] = []
+    known: dict[int, list[int]] = {}
     for index, candidate in enumerate(callables):
-        for members in alike:
-            if candidate is callables[members[0]] or (stack and _same_structure(callables[members[0]], candidate)):
-                members.append(index)
-                break
-        else:
-            alike.append([index])
+        same = (members for members in alike if stack and _same_structure(callables[members[0]], candidate))
+        members = known.get(id(candidate)) or next(same, None)
+        if members is None:
+            alike.append(members := [])
+        known[id(candidate)] = members
+        members.append(index)
 
     groups, stacked, alone = [], 0, 0
     for members in alike:
@@ -75,21 +78,29 @@ class Stacked:
         return functional_call(self.stand_in, state, arguments)
 
 
-def _stand_in_for(module: nn.Module) -> nn.Module:
+def _stand_in_for(module: nn.Module, own: dict[int, Any] | None = None) -> nn.Module:
     """The same tree of modules, of its own: functional_call swaps parameters inside the modules that it is given, and two threads that
-    solve with one model must not do that to each other. What the modules hold beside, and so its gradients, is theirs."""
-    stand_ins: dict[int, nn.Module] = {}
-    for part in module.modules():
-        stand_ins[id(part)] = stand_in = type(part).__new__(type(part))
-        # What it adds to lists of its own, before it is refused, is not added to the caller's.
-        stand_in.__dict__ = {
-            name: copy.copy(value) if isinstance(value, (list, dict, set)) else value
-            for name, value in vars(part).items()
-        }
-    for part in stand_ins.values():
-        children = part._modules
-        children.update({name: stand_ins[id(child)] for name, child in children.items() if child is not None})
-    return stand_ins[id(module)]
+    solve with one model must not do that to each other. What the modules hold beside, and so its gradients, is theirs.
+
+    Args:
+        own: what was made for others of the tree, by the id of what it stands for
+    """
+    own = {} if own is None else own
+    if id(module) in own:
+        return own[id(module)]
+    if isinstance(module, torch.jit.ScriptModule):  # which keeps what it has outside of Python
+        shared = {id(each): each for each in (*module.parameters(), *module.buffers())}
+        own[id(module)] = copy.deepcopy(module, shared)
+        return own[id(module)]
+    # Past what its class may do where it is made, or set.
+    own[id(module)] = stand_in = object.__new__(type(module))
+    held = vars(module)
+    # What it adds to lists of its own, before it is refused, is not added to the caller's.
+    own |= {id(each): copy.copy(each) for each in held.values() if type(each) in _CONTAINERS and id(each) not in own}
+    object.__setattr__(stand_in, "__dict__", {name: own.get(id(each), each) for name, each in held.items()})
+    children = stand_in._modules
+    children.update({name: _stand_in_for(child, own) for name, child in children.items() if child is not None})
+    return stand_in
 
 
 def stacked_state(modules: Sequence[Any]) -> dict[str, Tensor]:
