@@ -1,6 +1,7 @@
 """A step may hide the derivative of some of its numbers (``round``, ``detach``): what then adds up unseen is found, and left to the loop."""
 
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -89,6 +90,14 @@ def problem(width, dtype, device, rows=2, length=1500):
     return z0, xs
 
 
+@cache
+def looped(name, dtype, device):
+    """A step that hides a derivative, with its start and inputs, and what the loop gives."""
+    step, width = HIDING[name]
+    loop = problem(width, dtype, device)
+    return step, loop, plain_loop(step, *loop)
+
+
 def is_right(states, expected, dtype):
     return all(
         ((one - other).abs() <= 10 * SMALL[dtype] * other.abs().amax()).all()
@@ -106,10 +115,9 @@ def solved(*loop, **settings):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", HIDING)
 def test_what_adds_up_unseen_is_left_to_the_loop_and_told(name, dtype, solver, device):
-    step, width = HIDING[name]
-    z0, xs = problem(width, dtype, device)
-    found, told = solved(step, z0, xs, solver=solver)
-    assert is_right(found.states, plain_loop(step, z0, xs), dtype)
+    step, loop, expected = looped(name, dtype, device)
+    found, told = solved(step, *loop, solver=solver)
+    assert is_right(found.states, expected, dtype)
     assert found.result is Result.FINISHED_BY_LOOP
     assert any(issubclass(each.category, deeppcr.ConvergenceWarning) for each in told)
 
