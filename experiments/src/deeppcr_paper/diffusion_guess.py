@@ -38,7 +38,7 @@ class Settings(TrainingSettings):
         runs: samples of each start
         loop_runs: of the eager loop
         budget: seconds for the paper's method; at least one run
-        printed_sides: of the images that it is run on: on larger ones it takes half a minute a sample, from any start
+        printed_sides: of the images that it is run on: on larger ones it takes a second a sample, from any start
         stride, sweeps: of the coarse sampler: it evaluates every so manyth step, so often
         data, sides, conditional, steps, tolerance: see pixel-diffusion
     """
@@ -48,9 +48,9 @@ class Settings(TrainingSettings):
     conditional: tuple[str, ...] = setting(CONDITIONAL, choices=CONDITIONAL)
     steps: tuple[int, ...] = (256, 512, 1024)
     guesses: tuple[str, ...] = setting(GUESSES, choices=GUESSES)
-    runs: int = 20
+    runs: int = 10
     loop_runs: int = 3
-    budget: float = 2.0
+    budget: float = 1.0
     printed_sides: tuple[int, ...] = setting((4, 8), least=4)
     stride: int = setting(8, least=2)
     sweeps: int = 4

@@ -42,9 +42,9 @@ class TimingSettings(TrainingSettings):
     """
 
     steps: tuple[int, ...] = (256, 512, 1024)
-    loop_runs: int = 10
+    loop_runs: int = 4
     runs: int = 100
-    budget: float = 4.0
+    budget: float = 1.0
     batch: int = 64
     images: int = 8
     tolerance: float = 1e-3
