@@ -267,3 +267,28 @@ def test_nothing_is_kept_of_a_busy_device(machine, monkeypatch):
     monkeypatch.setattr(MadeUp, "loop", slower_and_slower)
     assert "built-in" in machine.find()[1]
     assert not machine.path.exists()
+
+
+def test_nor_of_one_that_was_busy_in_between(machine, monkeypatch):
+    loop, asked = MadeUp.loop, []
+
+    def slow_for_a_while(self, blocks, rows):
+        asked.append(blocks)
+        return loop(self, blocks, rows) * (2 if asked.count(64) == 5 else 1)
+
+    monkeypatch.setattr(MadeUp, "loop", slow_for_a_while)
+    assert "built-in" in machine.find()[1]
+    assert asked.count(64) > 6  # and as fast as at first in the end
+
+
+def test_a_call_takes_as_long_as_on_a_machine_with_nothing_else_to_do(monkeypatch):
+    """Two of three calls are held up by something else."""
+    clock = SimpleNamespace(now=0.0, calls=0)
+
+    def run():
+        clock.calls += 1
+        clock.now += 1e-3 if clock.calls % 3 == 0 else 5e-3
+
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert calibrate.seconds_of_call(run) == pytest.approx(1e-3)

@@ -112,6 +112,15 @@ def test_a_slow_host_prefers_one_launch():
     assert decide(16384, times=slow).mode == "sequential"
 
 
+@pytest.mark.parametrize("options", [{}, {"skip": 4, "residual": True}], ids=["layers", "residual blocks"])
+def test_a_host_that_hides_the_device_leaves_it_the_faster_chunks(options):
+    """Every call takes the host as long: the chunks count all the same, in a CUDA graph, say."""
+    for blocks in (1000, 4096, 16384):
+        hidden = decide(blocks, times=replace(TIMES, host_parallel=1.0), **options).chunk
+        no_host = decide(blocks, times=replace(TIMES, host_parallel=0.0), **options).chunk
+        assert hidden == no_host < blocks / 2
+
+
 def test_a_chunk_that_is_given_is_kept():
     choice = decide(4096, chunk=3)
     assert choice.chunk == 3

@@ -61,7 +61,7 @@ class Kind:
         return f"{self.activation}, width {self.padded}{blocks}"
 
 
-#: The same work at the beginning and at the end of a measurement takes about as long, unless others use the device.
+#: The same work takes about as long all through a measurement, unless others use the device.
 _BUSY = 1.3
 
 _lock = threading.Lock()
@@ -121,7 +121,7 @@ def _measure(device: torch.device, kind: Kind, width: int, path: Path | None, ab
 def measure(bench: Kernels, kind: Kind, width: int) -> Times:
     """Two lengths each, whose difference is the time of a block; what is left of the shorter one is all the rest."""
     most_blocks = min(2**14, _MOST_WEIGHTS // (kind.skip * width**2))
-    alone = bench.loop(64, 1)
+    same = [bench.loop(64, 1)]  # again and again
     rows, block = [], []
     for many in (1, 32, 1024):
         short, long = (64, 512) if many == 1 else (32, 128)
@@ -141,13 +141,14 @@ def measure(bench: Kernels, kind: Kind, width: int) -> Times:
         programs.append(float(many))
         step.append(each)
         solve.append(shorter - short * each)
+        same.append(bench.loop(64, 1))
     more = min(64, _MOST_PRODUCTS // (128 * width**2))
     if 128 * more > programs[-1] and most_blocks >= 128 * 8:
         each = (bench.round(128, 8, more) - bench.round(128, 2, more)) / 6
         programs.append(128.0 * more)
         step.append(each)
-    again = bench.loop(64, 1)
-    if max(alone, again) > _BUSY * min(alone, again):
+    same.append(bench.loop(64, 1))
+    if max(same) > _BUSY * min(same):
         raise RuntimeError("the device is busy with something else")
     measured = tuple(rows), _rising(block), tuple(programs), _rising(step), tuple(chunks), _rising(solve)
     return Times(*bench.host(), *measured)
@@ -247,7 +248,10 @@ def seconds_on_device(run: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def seconds_of_call(run: Callable[[], Any], repeats: int = 30) -> float:
-    """From the call to the end of its work, the median: the least is rarer for a call that asks the device."""
+    """From the call to the end of its work, the lower quartile.
+
+    The least is rarer for a call that asks the device; what else the machine does makes calls longer, and never shorter.
+    """
     seconds = []
     for _ in range(repeats + 3):
         torch.cuda.synchronize()
@@ -255,7 +259,7 @@ def seconds_of_call(run: Callable[[], Any], repeats: int = 30) -> float:
         run()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
-    return sorted(seconds[3:])[repeats // 2]
+    return sorted(seconds[3:])[repeats // 4]
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _RESIDUAL_ROUNDS = 4
 _BEFORE = 0.6
 #: The share of the host's time in a parallel call that the further launches of a backward pass in chunks take: a guess.
 _LAUNCHES = 0.25
-#: Of chunks that take about as long the largest is best: it needs fewer rounds where a network hardly contracts.
+#: What takes at most so many times as long takes about as long.
 _AS_LONG = 1.05
 
 
@@ -203,15 +203,20 @@ def choose(
         chunk: the one to take, where it is not to be chosen
     """
 
+    def rounds(chunk: int) -> int:
+        return expected_rounds(blocks, chunk, skip, activation, residual)
+
     def seconds(chunk: int) -> float:
-        return times.parallel(blocks, chunk, rows, expected_rounds(blocks, chunk, skip, activation, residual))
+        return times.parallel(blocks, chunk, rows, rounds(chunk))
 
     backward = chunk
     if chunk is None:
-        every = list(candidates(blocks, most_chunks))
-        chunk = backward = _largest_of_the_best({each: seconds(each) for each in every})
+        round_of = {each: times.round(blocks, each, rows) for each in candidates(blocks, most_chunks)}
+        # What the host hides today it does not hide in a CUDA graph, nor once it is less busy than when it was timed.
+        calls_as_long = _as_long({each: seconds(each) for each in round_of})
+        chunk = backward = max(_as_long({each: rounds(each) * round_of[each] for each in calls_as_long}))
         if residual:  # few large chunks may save rounds, of which a backward pass has one anyway
-            backward = _largest_of_the_best({each: times.round(blocks, each, rows) for each in every})
+            backward = max(_as_long(round_of))
     assert backward is not None
     loop, parallel = times.loop(blocks, rows), seconds(chunk)
     mode = back = _faster(parallel, loop, blocks)
@@ -227,6 +232,9 @@ def _faster(parallel: float, loop: float, blocks: int) -> Literal["parallel", "s
     return "parallel" if parallel < loop and blocks > 1 else "sequential"
 
 
-def _largest_of_the_best(taken: dict[int, float]) -> int:
-    """From chunks and the seconds they take."""
-    return max(each for each in taken if taken[each] <= _AS_LONG * min(taken.values()))
+def _as_long(taken: dict[int, float]) -> list[int]:
+    """The chunks that take about as long as the fastest, from the seconds of each.
+
+    The largest of them is best: it needs the fewest rounds where a network hardly contracts.
+    """
+    return [each for each in taken if taken[each] <= _AS_LONG * min(taken.values())]
