@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,11 +22,9 @@ import deeppcr
 from .bars import Bars
 from .catalogue import BEYOND, EXPERIMENTS
 from .everything import run_all
-from .experiment import Context, OutOfTime
+from .experiment import AGAIN, BAD, STOPPED, Context, Experiment, OutOfTime
+from .side_by_side import measure_side_by_side
 from .store import PARTIAL, PaperError, check_folder
-
-#: Exit codes: bad input or a full disk; out of time (try again, as in sysexits.h); Ctrl-C.
-BAD, AGAIN, STOPPED = 2, 75, 130
 
 app = typer.Typer(
     help="The experiments of the DeepPCR paper, loops run in parallel over their steps: each by one command.",
@@ -117,6 +116,14 @@ def reproduce(
         help="Measure only the cells with this value, such as w=16,32 or part=training; may be given several times. "
         "The file stays partial; the same command with other cells, or without --only, goes on.",
     ),
+    jobs: int = typer.Option(
+        None,
+        "--jobs",
+        metavar="N",
+        min=1,
+        help="Measure only the cells in which nothing is timed (trainings, counts of iterations), N at a time in processes "
+        "of their own that share the device; the same command without --jobs goes on with the others.",
+    ),
     time_limit: float = typer.Option(
         None, "--time-limit", metavar="MIN", help="Stop after so many minutes; the same command goes on from there."
     ),
@@ -175,12 +182,13 @@ def reproduce(
                 warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
                 if name == "all":
                     endings = set()
-                    for each, ended in run_all(chosen, context, out, quick=quick, seed=seed):
+                    for each, ended in run_all(chosen, context, out, quick=quick, seed=seed, jobs=jobs):
                         endings.add(ended.partition(":")[0])
                         print(f"{each}: {ended}", flush=True)
                     # What fails needs somebody; what is out of time only the same command again.
                     raise typer.Exit(BAD if "failed" in endings else AGAIN if "out of time" in endings else 0)
-                path, summary = chosen[0].run(context(), out, quick=quick, seed=seed, changes=changes, only=only)
+                run = partial(measure_side_by_side, jobs=jobs) if jobs else Experiment.run
+                path, summary = run(chosen[0], context(), out, quick=quick, seed=seed, changes=changes, only=only)
         except (KeyboardInterrupt, OutOfTime) as stop:
             why = "time limit reached" if isinstance(stop, OutOfTime) else "interrupted"
             console = messages()
@@ -188,7 +196,8 @@ def reproduce(
             console.print(f"  {escape(shlex.join(['deeppcr-paper', *sys.argv[1:]]))}")
             raise typer.Exit(AGAIN if isinstance(stop, OutOfTime) else STOPPED) from None
     if path.name.endswith(PARTIAL):
-        print(f"{bars.finished} cells as asked for by --only; without it the same command measures the others")
+        asked = "--jobs" if jobs else "--only"
+        print(f"{bars.finished} cells as asked for by {asked}; without it the same command measures the others")
     else:
         for line in chosen[0].lines(summary):
             print(line)

@@ -25,6 +25,10 @@ Cell = dict[str, Any]
 _NOT_SET = frozenset({"seed", "files", "threads", "changed"})
 
 
+#: Exit codes: bad input or a full disk; out of time (try again, as in sysexits.h); Ctrl-C.
+BAD, AGAIN, STOPPED = 2, 75, 130
+
+
 class OutOfTime(Exception):
     """The time limit has come; what is finished is on disk."""
 
@@ -105,6 +109,8 @@ class Experiment:
         summarise: records to what is read off them
         lines: summary to what is shown at the end
         adapt: settings and context to the settings that are used, such as another data set
+        untimed: cell and settings to a name, where nothing is timed: cells of one name share a process when several run side
+            by side on a device. None: it is timed, and runs alone
         from_quick: whether what it is made from are results of quick runs: then it is one, too
     """
 
@@ -118,6 +124,7 @@ class Experiment:
     summarise: Callable[[list[dict[str, Any]]], Any] = lambda records: None
     lines: Callable[[Any], list[str]] = lambda summary: []
     adapt: Callable[[Any, Context], Any] = lambda settings, context: settings
+    untimed: Callable[[Cell, Any], str | None] = lambda cell, settings: None
     from_quick: Callable[[Context], bool] = lambda context: False
 
     def settings(self, context: Context, *, quick: bool, seed: int, changes: Sequence[str] = ()) -> Any:

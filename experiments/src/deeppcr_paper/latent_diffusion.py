@@ -12,7 +12,7 @@ from deeppcr.runtime import full_precision
 
 from . import frechet
 from .denoisers import latent_model
-from .diffusion_timing import TimingSettings, lines, sampling_record, summarise, training_record
+from .diffusion_timing import TimingSettings, lines, sampling_record, summarise, training_record, untimed
 from .experiment import Cell, Context, Experiment
 from .pictures import SOURCES
 from .sampling import Draw, Sampling
@@ -102,4 +102,5 @@ EXPERIMENT = Experiment(
     measure=measure,
     summarise=summarise,
     lines=lines,
+    untimed=untimed,
 )

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from .denoisers import TrainingSettings, pixel_model
-from .diffusion_timing import TimingSettings, lines, sampling_record, summarise, training_record
+from .diffusion_timing import TimingSettings, lines, sampling_record, summarise, training_record, untimed
 from .experiment import Cell, Context, Experiment
 from .sampling import Sampling
 from .settings import setting
@@ -79,4 +79,5 @@ EXPERIMENT = Experiment(
     measure=measure,
     summarise=summarise,
     lines=lines,
+    untimed=untimed,
 )

@@ -12,7 +12,7 @@ import deeppcr
 from deeppcr.nn.base import ACTIVATIONS
 
 from .data import Images, digits, mnist
-from .experiment import Context
+from .experiment import Cell, Context, name_of
 from .settings import setting
 from .store import PaperError
 
@@ -70,6 +70,12 @@ def adapt(settings: Settings, context: Context) -> Settings:
     if uneven:
         raise PaperError(f"depths: expected multiples of skip = {settings.skip}, got {uneven[0]}")
     return replace(settings, data="mnist") if context.data_dir is not None else settings
+
+
+def untimed(cell: Cell, settings: Settings) -> str | None:
+    """A training whose passes are not timed runs in a process by itself."""
+    timed = "timing" in cell or cell["seed"] < settings.seed + settings.timed_seeds
+    return None if timed else name_of(cell)
 
 
 def images(settings: Settings, context: Context) -> Images:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from .experiment import Cell, Context, Experiment
-from .resnet import Settings, adapt, images, last, middle, newton
+from .resnet import Settings, adapt, images, last, middle, newton, untimed
 from .resnet_runner import Runner, train
 from .table import shown, table
 
@@ -88,7 +88,9 @@ def lines(summary: list[dict[str, Any]]) -> list[str]:
     return table(rows)
 
 
-_experiment = partial(Experiment, cells=cells, measure=measure, summarise=summarise, lines=lines, adapt=adapt)
+_experiment = partial(
+    Experiment, cells=cells, measure=measure, summarise=summarise, lines=lines, adapt=adapt, untimed=untimed
+)
 ITERATIONS_EXPERIMENT = _experiment(
     name="resnet-iterations",
     paper="fig. 19",

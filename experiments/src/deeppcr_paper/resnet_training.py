@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from .experiment import Cell, Context, Experiment
-from .resnet import Settings, adapt, images, last, middle, newton
+from .resnet import Settings, adapt, images, last, middle, newton, untimed
 from .resnet_runner import WARM_UP, Runner, train
 from .store import PaperError
 from .table import shown, table, times
@@ -165,4 +165,5 @@ EXPERIMENT = Experiment(
     summarise=summarise,
     lines=lines,
     adapt=adapt_training,
+    untimed=untimed,
 )
