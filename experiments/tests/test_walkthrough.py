@@ -131,7 +131,7 @@ def test_the_page_opens_with_ten_claims_and_prints_every_rule():
     used = set(re.findall(r"(?:yes|no|open) \(([^()|]+)\) \|$", page, re.MULTILINE))
     assert used <= RULES.keys()
     assert len(used) > 20
-    assert len(page.split()) <= 3850, "it is to be read"
+    assert len(re.findall(r"\S*\w\S*", page)) <= 3200, "it is to be read"
 
 
 def test_figures_of_one_item_are_told_apart():
@@ -216,7 +216,7 @@ def test_numbers_from_some_of_the_cells_say_so(tmp_path):
     assert f"({measured})" in iterations.printed
     fits = sum(record["peaks"]["printed"]["status"] == "ok" for record in memory["records"])
     (check,) = networks.memory(Finished(tmp_path, memory))
-    assert check.printed.endswith(f"; {fits} of {len(memory['records'])} cells)")
+    assert f"; {fits} of {len(memory['records'])} cells)" in check.printed
     assert "cells" not in check.defaults
 
     for record in newton["records"]:

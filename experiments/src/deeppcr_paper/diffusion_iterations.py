@@ -126,6 +126,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             entry[method] = {
                 "iterations": next((count for count, error in enumerate(worst) if error < SMALL), None),
                 "last": worst[-1],
+                "samples": len(curves),
             }
         found.append(entry)
     return found

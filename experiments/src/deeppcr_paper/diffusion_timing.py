@@ -21,6 +21,7 @@ from .experiment import Cell, Context, name_of
 from .room import OUT_OF_MEMORY, within_memory
 from .sampling import WARM_UP, Draw, Sampling, check_and_time, pack, timed
 from .table import shown, table, times
+from .timing import calm
 
 COLUMNS = ("loop", "graph", "printed", "newton", "auto")
 #: What names a cell: the data, the size of a state, whether classes are given, the steps.
@@ -160,6 +161,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         middle = {name: median(record[name]["seconds"]) for name in timed_columns}
         entry: dict[str, Any] = {name: record[name] for name in IDENTITY if name in record}
         entry["seconds"] = middle
+        entry["restless"] = [name for name in timed_columns if not calm(record[name]["seconds"])]
         for method in ("printed", "newton", "auto"):
             if method in middle:
                 entry[method] = {

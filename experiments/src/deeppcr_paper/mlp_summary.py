@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise, product
-from statistics import median, median_low, quantiles
+from statistics import median, median_low
 from typing import Any
 
 from .table import shown, table, times
+from .timing import calm
 
 #: Sequential code, from the slowest to the strongest.
 BASELINES = ("loop", "graph", "fused")
@@ -48,14 +49,18 @@ def speedup(record: dict[str, Any], way: str, column: str, over: str) -> float |
     return other / mine if mine and other else None
 
 
-def spread(repeats: Sequence[float]) -> float:
-    """The middle half of the repeats, over their median.
-
-    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
-    0.6666666666666666
-    """
-    low, _, high = quantiles(repeats, n=4, method="inclusive") if len(repeats) > 1 else (repeats[0],) * 3
-    return (high - low) / median(repeats)
+def best_speedup(
+    records: Iterable[dict[str, Any]], way: str, column: str, over: str
+) -> tuple[float, dict[str, Any]] | None:
+    """The greatest speed-up whose times are calm, and its cell; None where there is none."""
+    loops = BASELINES if over == "fastest" else (over,)
+    known = [
+        (ratio, record)
+        for record in records
+        if (ratio := speedup(record, way, column, over))
+        and all(calm(record[way].get(name, {}).get("seconds")) for name in (column, *loops))
+    ]
+    return max(known, key=lambda pair: pair[0], default=None)
 
 
 def break_even(ratios: dict[int, float]) -> float | None:

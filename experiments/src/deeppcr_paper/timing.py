@@ -6,11 +6,11 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,25 @@ from torch import Tensor
 from deeppcr.graphs import record
 
 T = TypeVar("T")
+
+
+#: The best of several sizes is not read off times whose middle half is wider than this part of their median: noise would win.
+RESTLESS = 1 / 3
+
+
+def spread(repeats: Sequence[float]) -> float:
+    """The middle half of the repeats, over their median.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    0.6666666666666666
+    """
+    low, _, high = quantiles(repeats, n=4, method="inclusive") if len(repeats) > 1 else (repeats[0],) * 3
+    return (high - low) / median(repeats)
+
+
+def calm(repeats: Sequence[float] | None) -> bool:
+    """Whether the best may be read off these times; where nothing was timed, nothing disturbs."""
+    return not repeats or spread(repeats) <= RESTLESS
 
 
 @dataclass(frozen=True)

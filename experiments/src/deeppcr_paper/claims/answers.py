@@ -92,8 +92,5 @@ def verdict_of(item: Item, answers: Iterable[Answer]) -> Verdict:
     if not answers:
         return Verdict.NOT_RUN
     full = [each for each in answers if not each.result.quick]
-    checks = [check for each in full or answers for check in each.checks]
-    found = verdict(checks)
-    if not full and found is Verdict.AGREES and any(check.holds == OPEN for check in checks):
-        return Verdict.OPEN
-    return found
+    found = verdict(check for each in full or answers for check in each.checks)
+    return Verdict.OPEN if not full and found is Verdict.SO_FAR else found

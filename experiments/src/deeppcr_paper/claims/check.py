@@ -16,6 +16,7 @@ class Verdict(Enum):
     """Of a figure or table of the paper, as a reader sees it."""
 
     AGREES = "agrees"
+    SO_FAR = "agrees as far as decided"
     PARTLY = "agrees in part"
     DIFFERS = "differs"
     OPEN = "open"
@@ -73,15 +74,17 @@ class Table:
 
 
 def verdict(checks: Iterable[Check]) -> Verdict:
-    """Of all claims together; what is open does not count where something is known.
+    """Of all claims together.
 
     >>> verdict([Check(what="", holds=YES, rule="bounded"), Check(what="", holds=OPEN)]).value
-    'agrees'
+    'agrees as far as decided'
     """
-    known = {check.holds for check in checks} & {YES, NO}
-    if not known:
-        return Verdict.OPEN
-    return Verdict.PARTLY if len(known) == 2 else Verdict.AGREES if known == {YES} else Verdict.DIFFERS
+    found = {check.holds for check in checks} & {YES, NO, OPEN}
+    if found >= {YES, NO}:
+        return Verdict.PARTLY
+    if YES in found:
+        return Verdict.SO_FAR if OPEN in found else Verdict.AGREES
+    return Verdict.DIFFERS if NO in found else Verdict.OPEN
 
 
 def causes(checks: Iterable[Check]) -> list[str]:

@@ -95,20 +95,19 @@ PROXY, CLOCK = "over the eager loop, by proxy", "over the eager loop, on the clo
 
 def _greatest(entries: Sequence[Entry], name: str, paper: float, what: str, said: str) -> Check:
     def best(method: str, ratio: str) -> Entry | None:
-        return max(
-            (entry for entry in entries if entry.get(method, {}).get(ratio)),
-            key=lambda e: e[method][ratio],
-            default=None,
-        )
+        columns = {method, "graph" if ratio == "over_graph" else "loop"}
+        known = (e for e in entries if e.get(method, {}).get(ratio) and columns.isdisjoint(e["restless"]))
+        return max(known, key=lambda e: e[method][ratio], default=None)
 
     words, clock = {"what": what, "paper": said}, name == "over_loop"
     if clock and (auto := best("auto", "over_loop")):
-        words["defaults"] = f"{times(auto['auto']['over_loop'])} ({in_words(auto['seconds']['auto'])})"
+        words["defaults"] = f"{times(auto['auto']['over_loop'])} ({_where(auto)}: {in_words(auto['seconds']['auto'])})"
     if clock and (auto := best("auto", "over_graph")):
         words["loop"] = f"CUDA graph: defaults {times(auto['auto']['over_graph'])}"
     found = best("printed", name)
     if found is None:
-        return Check(**words, printed="not timed", holds=OPEN)
+        timed = any(entry.get("printed", {}).get(name) for entry in entries)
+        return Check(**words, printed="times too restless" if timed else "not timed", holds=OPEN)
     ratio = found["printed"][name]
     took = in_words(found["seconds"]["loop"] / ratio)
     return held("speed-up", ratio, paper, printed=f"{times(ratio)} ({_where(found)}: {took})", **words)
@@ -190,7 +189,7 @@ def jacobians(result: Finished) -> list[Check]:
             checks.append(Check(**words, printed="not measured", holds=OPEN))
             continue
         low, high = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
-        ours = f"{100 * low[0]:.0f}% ({_where(low[1])}) to {100 * high[0]:.0f}% ({_where(high[1])})"
+        ours = f"{100 * low[0]:.2g}% ({_where(low[1])}) to {100 * high[0]:.2g}% ({_where(high[1])})"
         checks.append(held("negligible", high[0], printed=ours, **words))
     return checks
 
@@ -229,7 +228,10 @@ def timing_table(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished],
             defaults = [entry["auto"][name] for entry in mine.values() if entry.get("auto", {}).get(name) is not None]
             form = plain if "error" in name else times if name == "over_loop" else "{:.1f}".format
             beside = f"{form(min(defaults))} to {form(max(defaults))}" if defaults else ""
-            return Check(**words, printed=f"{count} of {len(known)} rows", defaults=beside, holds=found, rule=rule)
+            ours = f"{count} of {len(known)} rows"
+            if name == "iterations":  # of the samples that the other rows are of, too
+                ours += f" ({span((mine[key]['printed']['samples'] for key in known), '.0f')} samples each)"
+            return Check(**words, printed=ours, defaults=beside, holds=found, rule=rule)
 
         kind = "latents" if paper is LATENT else "pixels"
         return [
@@ -303,6 +305,8 @@ def iterations(space: str) -> Callable[[Finished], list[Check]]:
             known = [count for entry in entries if (count := entry[method]["iterations"]) is not None]
             missed = [entry for entry in entries if entry[method]["iterations"] is None]
             ours = f"{min(known)} to {max(known)}" if known else "never"
+            if method == "printed":
+                ours += f" ({span((entry[method]['samples'] for entry in entries), '.0f')} samples)"
             words[column] = ours + (f"; not at {'; '.join(map(_where, missed))}" if missed and known else "")
             if method == "printed":
                 most = None if missed else max(known)
@@ -340,7 +344,7 @@ def classes(result: Finished) -> list[Check]:
         samples = span((each["samples"] for pair in both for each in pair), ".0f")
         gain[column] = f"in {count} of {len(ratios)} sizes ({samples} samples)"
         few[column] = " and ".join(f"{fmean(each[which]['iterations'] for each in both):.1f}" for which in (0, 1))
-    why = "Times of the host differ by more than these." if judged == OPEN else ""
+    why = "With and without classes, times differ by less than the host's noise." if judged == OPEN else ""
     return [Check(**gain, holds=judged, rule="gains more", why=why), Check(**few)]
 
 
@@ -359,5 +363,5 @@ def guesses(result: Finished) -> list[Check]:
         words[column] = f"{said} ({span((entry[method]['samples'] for entry in told), '.0f')} samples)"
         if method == "printed" and {"mean", "class-mean"} <= set(means):
             judged = judge("fewer", means["class-mean"] / means["mean"])
-    why = "The two are closer than so few samples tell." if judged == OPEN else ""
+    why = "The means of a class and of all are closer than so few samples tell." if judged == OPEN else ""
     return [Check(**words, holds=judged, rule="fewer", why=why)]

@@ -187,11 +187,12 @@ ITEMS: tuple[Item, ...] = (
         "the same over widths: where the logarithmic regime ends",
         "Where times begin to depend on w, it is w²L that decides.",
         (
+            Part("mlp-printed", read=networks.widths, needs=networks.has_activation("relu")),
             Part(
                 "mlp-timing", ("mlp-timing-relu-forward-width",), networks.widths, needs=networks.has_activation("relu")
             ),
         ),
-        "By this library's solver, at ten widths; in plain PyTorch there are five: too few for a line.",
+        "The curves are our solver's.",
     ),
     Item(
         "Figure 12",
@@ -342,7 +343,7 @@ OPENING: tuple[Opening, ...] = (
     Opening("forward, it pays from L ≈ 128 on", "Figure 3", "forward pass, break-even"),
     Opening("its time is logarithmic in L", "Figure 3", "DeepPCR, time"),
     Opening("MLPs take at most 6 iterations", "Figure 8", "Newton iterations"),
-    Opening("the loop takes about 0.6 of its memory", "Figure 14", "memory"),
+    Opening("the loop needs about 0.6 of DeepPCR's memory", "Figure 14", "memory"),
     Opening("a ResNet's forward pass in training is 7× as fast", "Figure 4", "forward pass over"),
     Opening("training gives the same loss", "Figure 5", "final loss"),
     Opening("latent diffusion is 11.2× as fast, by its proxy", "Figure 1", diffusion.PROXY),

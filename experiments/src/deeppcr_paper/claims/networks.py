@@ -12,7 +12,7 @@ from ..figures.mlp_width import limit_in_words
 from ..figures.style import activation, plain
 from ..figures.style import seconds as in_words
 from ..mlp_memory import known_ratios
-from ..mlp_summary import break_even, seconds, speedup, threshold
+from ..mlp_summary import best_speedup, break_even, seconds, speedup, threshold
 from ..table import of_cells, times
 from .check import OPEN, Check, held
 from .results import Finished, Needs
@@ -48,12 +48,6 @@ def has_activation(name: str) -> Needs:
 
 def of_activation(result: Finished, name: str) -> list[Record]:
     return [record for record in result.records if record["activation"] == name]
-
-
-def best(records: Sequence[Record], way: str, method: str, over: str) -> tuple[float, Record] | None:
-    """The greatest speed-up and its cell."""
-    known = [(ratio, record) for record in records if (ratio := speedup(record, way, method, over))]
-    return max(known, key=lambda pair: pair[0], default=None)
 
 
 @dataclass(frozen=True)
@@ -155,7 +149,7 @@ def _growth(records: Sequence[Record], law: str) -> Check:
         mine = {depth: time for depth, time in mine.items() if depth >= DEEP} or mine
         return (mine[max(mine)] / mine[min(mine)], min(mine), max(mine)) if len(mine) > 1 else None
 
-    found = {column: grown(column) for column in ("loop", *METHODS)}
+    found = {column: grown(column) for column in ("loop", "printed graph", *METHODS)}
     known = found["loop" if linear else "printed"]
     if known is None:
         return Check(what=what, paper=paper, printed="too few depths", holds=OPEN)
@@ -163,24 +157,25 @@ def _growth(records: Sequence[Record], law: str) -> Check:
     words = {"what": what, "paper": paper, "printed": f"{times(factor)} while L {times(high / low)} (w = {least})"}
     if linear:
         return held("linear", factor / (high / low), **words)
+    if graph := found["printed graph"]:
+        words["printed"] += f"; in a CUDA graph {times(graph[0])}"
     if auto := found["auto"]:
         words["defaults"] = times(auto[0])
     return held("logarithmic", factor / (high / low) ** 0.5, **words)
 
 
 def _best(records: Sequence[Record], way: str, factor: float) -> Check:
-    found = {method: best(records, way, method, "loop") for method in METHODS}
-    best_times = {method: in_words(seconds(each[1], way, method) or 0) for method, each in found.items() if each}
-    said = {method: f"{times(each[0])} ({best_times[method]})" for method, each in found.items() if each}
-    if each := found["printed"]:
-        said["printed"] = f"{times(each[0])} (L = {each[1]['L']:,}, w = {each[1]['w']:,}: {best_times['printed']})"
+    found = {method: best_speedup(records, way, method, "loop") for method in METHODS}
+    said = {method: _with_cell(method, way, *each) for method, each in found.items() if each}
     words = {
         "what": f"{way} pass over the eager loop",
         "paper": _SAID[factor],
         "printed": _with_graph(said, records, way) or "not timed",
         "defaults": said.get("auto", ""),
         "loop": _beside(
-            records, way, lambda method: times(each[0]) if (each := best(records, way, method, "fastest")) else ""
+            records,
+            way,
+            lambda method: times(each[0]) if (each := best_speedup(records, way, method, "fastest")) else "",
         ),
     }
     if found["printed"] is None:
@@ -188,9 +183,14 @@ def _best(records: Sequence[Record], way: str, factor: float) -> Check:
     return held("speed-up", found["printed"][0], factor, **words)
 
 
+def _with_cell(method: str, way: str, ratio: float, record: Record) -> str:
+    took = in_words(seconds(record, way, method) or 0)
+    return f"{times(ratio)} (L = {record['L']:,}, w = {record['w']:,}: {took})"
+
+
 def _with_graph(said: dict[str, str], records: Sequence[Record], way: str) -> str:
     """As printed; where it was also timed in a CUDA graph, that beside it."""
-    graph = best(records, way, "printed graph", "loop")
+    graph = best_speedup(records, way, "printed graph", "loop")
     return said.get("printed", "") + (f"; in a CUDA graph {times(graph[0])}" if graph else "")
 
 
@@ -226,21 +226,30 @@ def _even(records: Sequence[Record], way: str, depth: int) -> Check:
 def widths(result: Finished) -> list[Check]:
     """Fig. 11: whether the time leaves the logarithmic regime at one value of w²L, and how far chunks move it."""
     records = of_activation(result, "relu")
-    limits = {method: threshold(records, "forward", method) for method in METHODS}
+    # With fewer layers, narrow networks take fewer iterations than wide ones.
+    records = [record for record in records if record["L"] >= DEEP] or records
+    limits = {method: threshold(records, "forward", method) for method in (*METHODS, "printed graph")}
     said = {method: limit_in_words(limit) if limit["w2L"] else "not reached" for method, limit in limits.items()}
-    first = Check(
-        what="size at which the time has doubled",
-        printed=said["printed"],
-        defaults=said["auto"],
+    plain_code = result.name == "mlp-printed"
+    code = f"{'plain PyTorch' if plain_code else 'our solver'}, {len({record['w'] for record in records})} widths"
+    rows = (
+        [] if plain_code else [Check(what="where the time has doubled", printed=said["printed"], defaults=said["auto"])]
     )
-    depths = limits["printed"]["by_depth"]
-    words = {"what": "that size is one value of w²L at every depth", "paper": "yes"}
+    depths, in_graph = limits["printed"]["by_depth"], limits["printed graph"]["by_depth"]
+    words = {"what": f"at one value of w²L, {code}", "paper": "yes"}
     if len(depths) < 2:
         why = f"As printed, the time doubles at {len(depths)} of the depths of this run: too few to see a line."
-        return [first, Check(**words, printed="too few depths", holds=OPEN, why=why)]
+        return [*rows, Check(**words, printed="too few depths", holds=OPEN, why=why)]
+    ours = _over_depths(depths) + (f"; in a CUDA graph {_over_depths(in_graph)}" if in_graph else "")
+    return [*rows, held("isoline", max(depths.values()) / min(depths.values()), printed=ours, **words)]
 
-    ours = f"{plain(min(depths.values()))} to {plain(max(depths.values()))} over {len(depths)} depths"
-    return [first, held("isoline", max(depths.values()) / min(depths.values()), printed=ours, **words)]
+
+def _over_depths(sizes: dict[int, float]) -> str:
+    return f"{plain(min(sizes.values()))} to {plain(max(sizes.values()))} over {len(sizes)} depths"
+
+
+#: From this width on a state of float32 fills what PyTorch allocates at least, 512 bytes.
+WIDE = 128
 
 
 def memory(result: Finished) -> list[Check]:
@@ -250,6 +259,8 @@ def memory(result: Finished) -> list[Check]:
         if ratios := known_ratios(entries):
             left = of_cells(len(ratios), len(entries))
             said[name] = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}{left and f'; {left}'})"
+            wide = known_ratios([entry for entry in entries if entry["w"] >= WIDE])
+            said[name] += f"; from w = {WIDE} on {median(wide):.2f}" if wide else ""
     words = {"what": "memory of the loop over that of DeepPCR, weights included, median", "paper": "about 0.6"}
     words |= {"printed": said.get("printed", "not measured"), "defaults": said.get("chunk auto", "")}
     if "printed" not in said:
@@ -260,11 +271,10 @@ def memory(result: Finished) -> list[Check]:
 
 def _why_memory(entries: Sequence[dict[str, Any]]) -> str:
     wide = max(entry["w"] for entry in entries)
-    at_wide = [entry["ratio"] for entry in entries if entry["w"] == wide]
-    arrays = 1 / median(at_wide) - 1
+    arrays = 1 / median(entry["ratio"] for entry in entries if entry["w"] == wide) - 1
     return (
-        f"At w = {wide:,} it is {median(at_wide):.2f}: {arrays:.0f} arrays as large as the weights are held, the Jacobians and two rounds of "
-        "their products."
+        f"At w = {wide:,} DeepPCR holds {arrays:.0f} arrays as large as the weights: the Jacobians and two rounds of their products. "
+        f"Below w = {WIDE} a layer's output takes 512 bytes, the least that PyTorch allocates: there the loop needs less than it takes."
     )
 
 
@@ -303,7 +313,7 @@ def newton(result: Finished) -> list[Check]:
         if errors:
             small = sum(error <= SMALL_ERROR for error in errors) / len(errors)
             ours = f"{small:.0%} within {error_size(SMALL_ERROR)}; at most {error_size(max(errors))}"
-            why = "The test is content with a residual of 10⁻⁴ in every entry."
+            why = "The paper's test stops once the residual is below 10⁻⁴."
             what = f"error of the output, {activation(name)}"
             checks.append(
                 held(

@@ -44,14 +44,14 @@ class Rule:
 RULES: dict[str, Rule] = {
     "speed-up": Rule("at least 0.9 of the paper's", lambda ours, paper: ours >= 0.9 * paper, NOISE),
     "break-even": Rule(
-        "the depth from which the median width (of two in the middle the earlier; never counts as infinite) stays ahead is at most √2 times the paper's",
+        "at the median width (of two the earlier) it stays ahead from at most √2 times the paper's depth on (never: ∞; “nearer to 64 than to 128”: 64)",
         lambda ours, paper: ours <= math.sqrt(2) * paper,
         NOISE,
     ),
     "linear": Rule("at the narrowest width, from L = 64 on, the time grows 0.5 to 2 times as L does", lambda ours: 0.5 <= ours <= 2, NOISE),
     "logarithmic": Rule("at the narrowest width, from L = 64 on, the time grows less than √L", lambda ours: ours <= 1, NOISE),
     "isoline": Rule(
-        "w²L where the time has doubled varies at most 16 times over the depths",
+        "from L = 64 on, w²L where a pass takes twice as long as at the narrowest width varies at most 16 times",
         lambda ours: ours <= 16,
     ),
     "steady": Rule(
@@ -59,15 +59,15 @@ RULES: dict[str, Rule] = {
         lambda ours: ours <= 1.5,
         NOISE,
     ),
-    "gains more": Rule("a greater speed-up at every size, also if multiplied by 0.56 or 1.78 (two ratios, so noise twice)", lambda ours: ours > 1, NOISE**2),
+    "gains more": Rule("a greater speed-up on the clock at every size, also if multiplied by 0.56 or 1.78 (noise twice)", lambda ours: ours > 1, NOISE**2),
     "newer gains": Rule("beyond the logarithmic regime, the smaller median ratio", lambda ours: ours < 1),
     "negligible": Rule("at most 0.1 of the whole", lambda ours: ours <= 0.1),
     "memory": Rule("median ratio 0.5 to 0.7", lambda ours: 0.5 <= ours <= 0.7),
     "at most 6": Rule("at most 6 iterations in every cell", lambda ours: ours <= 6, at_any_size=True),
-    "6 on average": Rule("at most 6 iterations on average", lambda ours: ours <= 6),
+    "6 at every point": Rule("at most 6 iterations at every point of the curve", lambda ours: ours <= 6),
     "converged": Rule("every solve does", lambda ours: ours == 0, at_any_size=True),
     "flat": Rule("from L = 64 on, over widths run at every depth, mean iterations vary by at most 1", lambda ours: ours <= 1),
-    "ReLU more": Rule("more iterations on average, over the same", lambda ours: ours > 1),
+    "ReLU more": Rule("ReLU takes more iterations on average, over the same sizes", lambda ours: ours > 1),
     "machine precision": Rule(
         "0.9 of the outputs within 10⁻⁶ (2-norm) of the loop's", lambda ours: ours >= 0.9, at_any_size=True
     ),
@@ -79,8 +79,8 @@ RULES: dict[str, Rule] = {
     "bounded": Rule("below 1 at the end", lambda ours: ours < 1, at_any_size=True),
     "trains as well": Rule("final loss at most 1.1 times that by the paper's test", lambda ours: ours),
     "suffice": Rule("so few iterations train as well", lambda ours, paper: ours is not None and ours <= paper),
-    "needed": Rule("no number up to the paper's trains as well", lambda ours, paper: ours is None or ours > paper),
-    "iterations": Rule("at most 1.3 times the paper's (other weights, other noise)", lambda ours, paper: ours <= 1.3 * paper),
+    "needed": Rule("no number of iterations up to the paper's trains as well", lambda ours, paper: ours is None or ours > paper),
+    "iterations": Rule("at most 1.3 times the paper's", lambda ours, paper: ours <= 1.3 * paper),
     "error": Rule("at most the paper's", lambda ours, paper: ours <= paper),
     "same distance": Rule(
         "they differ by less than half the 95% interval of one",
@@ -89,11 +89,11 @@ RULES: dict[str, Rule] = {
     ),
     "not visible": Rule("no entry differs by more than 0.01", lambda ours: ours <= 0.01, at_any_size=True),
     "below 0.1": Rule(
-        "in fewer iterations than the paper's, every sample of every size",
+        "in fewer iterations than the paper's, the worst sample of every size",
         lambda ours, paper: ours is not None and ours < paper,
     ),
     "stalls": Rule("final error above 0.01", lambda ours: ours >= SMALL / 10),
-    "fewer": Rule("fewer iterations on average", lambda ours: ours < 1, FEW_SAMPLES),
+    "fewer": Rule("fewer iterations on average from a class's mean than from that of all", lambda ours: ours < 1, FEW_SAMPLES),
 }  # fmt: skip
 
 

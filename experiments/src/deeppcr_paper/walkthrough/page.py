@@ -18,7 +18,7 @@ from ..claims.results import Finished
 from ..claims.rules import RULES
 from ..figures import Figure
 from ..figures.style import span
-from ..mlp_summary import spread
+from ..timing import spread
 
 Draw = Callable[[Finished], Sequence[Figure]]
 
