@@ -321,7 +321,9 @@ class Progress:
             return f"gave up after {self.count} iterations: about {needed:.0f} more were needed"
         # To hand over takes as long as an iteration or two, and tells the caller of it: for a few more it is not worth that.
         if self.compare_with_loop and needed > max(remaining / 2, _FEW_MORE):
-            return f"gave up after {self.count} iterations: the loop needs no more dependent steps for this sequence"
+            return (
+                f"gave up after {self.count} iterations: about {needed:.0f} more were needed, and the loop is as fast"
+            )
         return None
 
 

@@ -46,7 +46,7 @@ class Bars(Watcher):
             self.progress.remove_task(task)
         self._all = self.progress.add_task("cells", total=cells, completed=finished)
         self._part = self.progress.add_task("  this cell, %", total=100, visible=False)
-        if finished:
+        if 0 < finished < cells:
             self.progress.console.print(f"going on: {finished} of {cells} cells are there already")
         self.progress.refresh()
 

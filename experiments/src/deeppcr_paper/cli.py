@@ -133,7 +133,8 @@ def reproduce(
     Try [bold]deeppcr-paper reproduce mlp-timing --quick[/] first. A run that is
     interrupted (Ctrl-C, --time-limit, a power cut) leaves what is finished in
     OUT; the same command goes on from there, on this or another machine of the
-    same kind. Cells can be shared among machines by [bold]--only[/]: with their
+    same kind. What is finished is measured anew, into a file of its own.
+    Cells can be shared among machines by [bold]--only[/]: with their
     partial files in one folder, the same command makes one of them (two of one
     name: rename one, and let it begin with the experiment's name as before).
 

@@ -280,7 +280,7 @@ class Safeguarded(Generic[_Progress]):
             near = progress.active & finite & progress.came_near(residuals[0], residuals[-1])
             self.plan.note(
                 f"after {progress.count} iterations the chunks were rolled out {times} times from the guess: "
-                f"{int(near.sum())} of {int(progress.active.sum())} rows came near"
+                f"{int(near.sum())} of {int(progress.active.sum())} unfinished rows came near"
             )
             progress.advance(finite, times)
         exact = progress.index[self.first :] < progress.prefix
