@@ -190,6 +190,18 @@ def test_a_disk_that_is_full_leaves_nothing_behind(machine, monkeypatch):
     assert list(machine.path.parent.iterdir()) == []
 
 
+def test_what_is_kept_is_read_where_nothing_is_to_be_measured(machine, monkeypatch):
+    monkeypatch.setenv("DEEPPCR_CALIBRATE", "read")
+    assert "built-in" in machine.find()[1]
+    assert not machine.benches
+    monkeypatch.delenv("DEEPPCR_CALIBRATE")
+    times, _ = machine.find()
+    machine.forget()
+    monkeypatch.setenv("DEEPPCR_CALIBRATE", "read")
+    assert machine.find() == (times, "measured on this device")
+    assert len(machine.benches) == 1
+
+
 @pytest.mark.parametrize("value", ["0", "false", "OFF", "no"])
 def test_switched_off(machine, monkeypatch, value):
     machine.find()
@@ -269,6 +281,20 @@ def test_nothing_is_kept_of_a_busy_device(machine, monkeypatch):
     assert not machine.path.exists()
 
 
+@pytest.mark.parametrize(("factor", "busy"), [(1.25, False), (1.35, True)])
+def test_the_end_of_the_measurement_is_looked_at(machine, monkeypatch, factor, busy):
+    """After what takes the host's time, too."""
+    loop, host, done = MadeUp.loop, MadeUp.host, []
+
+    def then_busy(self):
+        done.append(self)
+        return host(self)
+
+    monkeypatch.setattr(MadeUp, "host", then_busy)
+    monkeypatch.setattr(MadeUp, "loop", lambda self, *sizes: loop(self, *sizes) * (factor if done else 1))
+    assert ("built-in" in machine.find()[1]) == busy
+
+
 def test_nor_of_one_that_was_busy_in_between(machine, monkeypatch):
     loop, asked = MadeUp.loop, []
 
@@ -282,12 +308,12 @@ def test_nor_of_one_that_was_busy_in_between(machine, monkeypatch):
 
 
 def test_a_call_takes_as_long_as_on_a_machine_with_nothing_else_to_do(monkeypatch):
-    """Two of three calls are held up by something else."""
+    """Two of three calls are held up by something else; one of ten is quick as no other is."""
     clock = SimpleNamespace(now=0.0, calls=0)
 
     def run():
         clock.calls += 1
-        clock.now += 1e-3 if clock.calls % 3 == 0 else 5e-3
+        clock.now += 1e-4 if clock.calls % 10 == 0 else 1e-3 if clock.calls % 3 == 0 else 5e-3
 
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

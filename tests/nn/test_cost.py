@@ -121,6 +121,13 @@ def test_a_host_that_hides_the_device_leaves_it_the_faster_chunks(options):
         assert hidden == no_host < blocks / 2
 
 
+def test_the_largest_of_chunks_that_take_as_long():
+    flat = replace(TIMES, step=(1e-12,) * 3, solve=(10e-6,) * 3)
+    assert decide(4096, times=flat).chunk == 2048
+    rising = replace(flat, step=(1e-8,) * 3)  # of the chunks with one round, 1 us in 10 for each 100 blocks
+    assert decide(4096, times=rising).chunk == 64
+
+
 def test_a_chunk_that_is_given_is_kept():
     choice = decide(4096, chunk=3)
     assert choice.chunk == 3

@@ -22,7 +22,7 @@ import deeppcr
 from .bars import Bars
 from .catalogue import BEYOND, EXPERIMENTS
 from .everything import run_all
-from .experiment import AGAIN, BAD, STOPPED, Context, Experiment, OutOfTime
+from .experiment import AGAIN, BAD, STOPPED, Context, OutOfTime
 from .side_by_side import measure_side_by_side
 from .store import PARTIAL, PaperError, check_folder
 
@@ -121,8 +121,8 @@ def reproduce(
         "--jobs",
         metavar="N",
         min=1,
-        help="Measure only the cells in which nothing is timed (trainings, counts of iterations), N at a time in processes "
-        "of their own that share the device; the same command without --jobs goes on with the others.",
+        help="Measure only the cells in which nothing is timed (most trainings), N at a time in processes of their own that "
+        "share the device; the same command without --jobs goes on with the others.",
     ),
     time_limit: float = typer.Option(
         None, "--time-limit", metavar="MIN", help="Stop after so many minutes; the same command goes on from there."
@@ -188,8 +188,10 @@ def reproduce(
                         print(f"{each}: {ended}", flush=True)
                     # What fails needs somebody; what is out of time only the same command again.
                     raise typer.Exit(BAD if "failed" in endings else AGAIN if "out of time" in endings else 0)
-                run = partial(measure_side_by_side, jobs=jobs) if jobs else Experiment.run
-                path, summary = run(chosen[0], context(), out, quick=quick, seed=seed, changes=changes, only=only)
+                measure_all = partial(measure_side_by_side, jobs=jobs) if jobs else None
+                path, summary = chosen[0].run(
+                    context(), out, quick=quick, seed=seed, changes=changes, only=only, measure_all=measure_all
+                )
         except (KeyboardInterrupt, OutOfTime) as stop:
             why = "time limit reached" if isinstance(stop, OutOfTime) else "interrupted"
             console = messages()
@@ -197,8 +199,8 @@ def reproduce(
             console.print(f"  {escape(shlex.join(['deeppcr-paper', *sys.argv[1:]]))}")
             raise typer.Exit(AGAIN if isinstance(stop, OutOfTime) else STOPPED) from None
     if path.name.endswith(PARTIAL):
-        asked = "--jobs" if jobs else "--only"
-        print(f"{bars.finished} cells as asked for by {asked}; without it the same command measures the others")
+        asked = " and ".join(["--only"] * bool(only) + ["--jobs"] * bool(jobs))
+        print(f"{bars.finished} cells as asked for by {asked}; without, the same command measures the others")
     else:
         for line in chosen[0].lines(summary):
             print(line)

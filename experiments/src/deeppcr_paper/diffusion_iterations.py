@@ -154,5 +154,4 @@ EXPERIMENT = Experiment(
     measure=measure,
     summarise=summarise,
     lines=lines,
-    untimed=lambda cell, settings: " ".join(f"{name}={cell[name]}" for name in ("w", "side") if name in cell),
 )

@@ -44,7 +44,7 @@ def run_all(
     Yields:
         for each its name and how it ended: "finished", "timed", "out of time" or "failed", with more words after a colon
     """
-    run = partial(measure_side_by_side, jobs=jobs) if jobs else Experiment.run
+    measure_all = partial(measure_side_by_side, jobs=jobs) if jobs else None
     make_folder(out)  # where there can be none, no experiment need find out for itself
     for experiment in sorted(
         (each for each in experiments if each.name in ORDER), key=lambda each: ORDER.index(each.name)
@@ -55,7 +55,7 @@ def run_all(
                 yield experiment.name, f"finished: {there}, from before"
                 continue
             here.check_time()
-            path, _ = run(experiment, here, out, quick=quick, seed=seed)
+            path, _ = experiment.run(here, out, quick=quick, seed=seed, measure_all=measure_all)
             part = (
                 f"finished what is not timed, {here.watcher.finished} cells"
                 if path.name.endswith(PARTIAL)

@@ -67,6 +67,7 @@ class Context:
         models: the folder where trained networks are kept; None to keep none
         finished: the records that are there already
         cache: what cells share, such as the images; gone with the run
+        stopped: whether to end as if it were late
     """
 
     device: torch.device
@@ -78,9 +79,14 @@ class Context:
     models: Path | None = None
     finished: Sequence[dict[str, Any]] = ()
     cache: dict[str, Any] = field(default_factory=dict)
+    stopped: Callable[[], bool] = bool
+
+    @property
+    def is_late(self) -> bool:
+        return self.stopped() or (self.deadline is not None and time.monotonic() >= self.deadline)
 
     def check_time(self) -> None:
-        if self.deadline is not None and time.monotonic() >= self.deadline:
+        if self.is_late:
             raise OutOfTime
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
@@ -109,8 +115,7 @@ class Experiment:
         summarise: records to what is read off them
         lines: summary to what is shown at the end
         adapt: settings and context to the settings that are used, such as another data set
-        untimed: cell and settings to a name, where nothing is timed: cells of one name share a process when several run side
-            by side on a device. None: it is timed, and runs alone
+        untimed: cell and settings to whether nothing is timed in it, nor given up by the clock: such cells may share a device
         from_quick: whether what it is made from are results of quick runs: then it is one, too
     """
 
@@ -124,7 +129,7 @@ class Experiment:
     summarise: Callable[[list[dict[str, Any]]], Any] = lambda records: None
     lines: Callable[[Any], list[str]] = lambda summary: []
     adapt: Callable[[Any, Context], Any] = lambda settings, context: settings
-    untimed: Callable[[Cell, Any], str | None] = lambda cell, settings: None
+    untimed: Callable[[Cell, Any], bool] = lambda cell, settings: False
     from_quick: Callable[[Context], bool] = lambda context: False
 
     def settings(self, context: Context, *, quick: bool, seed: int, changes: Sequence[str] = ()) -> Any:
@@ -149,6 +154,7 @@ class Experiment:
         seed: int = 0,
         changes: Sequence[str] = (),
         only: Sequence[str] = (),
+        measure_all: MeasureAll | None = None,
     ) -> tuple[Path, Any]:
         """Measure the cells that are not yet on disk.
 
@@ -157,9 +163,10 @@ class Experiment:
         Args:
             changes: settings that are other than usual, each ``NAME=VALUE``
             only: measure no other cells than those with these values, each ``NAME=VALUE,VALUE``
+            measure_all: experiment, cells, settings, context and store to records in that store. Default: ``measure_in_turn``
 
         Returns:
-            the path of the result file, and the summary; of the partial file, and None, where ``only`` left cells out
+            the path of the result file, and the summary; of the partial file, and None, where cells were left out
         """
         settings = self.settings(context, quick=quick, seed=seed, changes=changes)
         if context.models is None:
@@ -172,7 +179,7 @@ class Experiment:
             context.finished = store.records
             # Quick ones are small; and sums by one thread are the same in every run.
             with _frozen_garbage(), single_thread() if quick else nullcontext():
-                self._measure_all(wanted, settings, context, store)
+                (measure_all or measure_in_turn)(self, wanted, settings, context, store)
             names = [name_of(cell) for cell in cells]
             if not store.done.issuperset(names):
                 return store.path, None
@@ -193,23 +200,31 @@ class Experiment:
         settings = asdict(self.settings(context, quick=quick, seed=seed))
         return finished(folder, self.name, settings, context.device)
 
-    def _measure_all(self, cells: list[Cell], settings: Any, context: Context, store: Store) -> None:
-        done = store.done
-        store.save()  # before hours of work: the folder takes what is written
-        context.watcher.begin(len(cells), sum(name_of(cell) in done for cell in cells))
-        try:
-            for cell in cells:
-                name = name_of(cell)
-                if name in done:
-                    continue
-                context.check_time()
-                context.watcher.cell(name)
-                context.checkpoint = checkpoint_path(store.path, name)
-                store.add(name, {**cell, **self.measure(cell, settings, context)})
-                context.checkpoint.unlink(missing_ok=True)
-                context.watcher.end()
-        finally:
-            store.save()  # whatever ends it
+
+#: How the cells of an experiment are measured, such as `measure_in_turn`.
+MeasureAll = Callable[[Experiment, Sequence[Cell], Any, Context, Store], None]
+
+
+def measure_in_turn(
+    experiment: Experiment, cells: Sequence[Cell], settings: Any, context: Context, store: Store
+) -> None:
+    """Measure the cells that the store has not, one after the other."""
+    done = store.done
+    store.save()  # before hours of work: the folder takes what is written
+    context.watcher.begin(len(cells), sum(name_of(cell) in done for cell in cells))
+    try:
+        for cell in cells:
+            name = name_of(cell)
+            if name in done:
+                continue
+            context.check_time()
+            context.watcher.cell(name)
+            context.checkpoint = checkpoint_path(store.path, name)
+            store.add(name, {**cell, **experiment.measure(cell, settings, context)})
+            context.checkpoint.unlink(missing_ok=True)
+            context.watcher.end()
+    finally:
+        store.save()  # whatever ends it
 
 
 def choose_cells(cells: list[Cell], only: Sequence[str]) -> list[Cell]:

@@ -154,6 +154,4 @@ EXPERIMENT = Experiment(
     measure=measure,
     summarise=summarise,
     lines=lines,
-    # The clock only says which depths are not worth trying.
-    untimed=lambda cell, settings: f"{cell['activation']} w={cell['w']}",
 )

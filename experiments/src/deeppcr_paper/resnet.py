@@ -12,7 +12,7 @@ import deeppcr
 from deeppcr.nn.base import ACTIVATIONS
 
 from .data import Images, digits, mnist
-from .experiment import Cell, Context, name_of
+from .experiment import Cell, Context
 from .settings import setting
 from .store import PaperError
 
@@ -72,10 +72,9 @@ def adapt(settings: Settings, context: Context) -> Settings:
     return replace(settings, data="mnist") if context.data_dir is not None else settings
 
 
-def untimed(cell: Cell, settings: Settings) -> str | None:
-    """A training whose passes are not timed runs in a process by itself."""
-    timed = "timing" in cell or cell["seed"] < settings.seed + settings.timed_seeds
-    return None if timed else name_of(cell)
+def untimed(cell: Cell, settings: Settings) -> bool:
+    """A training whose passes are not timed."""
+    return "timing" not in cell and cell["seed"] >= settings.seed + settings.timed_seeds
 
 
 def images(settings: Settings, context: Context) -> Images:

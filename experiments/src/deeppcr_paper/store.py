@@ -198,7 +198,7 @@ class Store:
         Times of two kinds of hardware do not belong in one file: another kind begins its own.
         """
         here = session(device)
-        mine = files_of(folder, experiment, settings, device, partial=True)
+        mine = _files_of(folder, experiment, settings, device, partial=True)
         if mine:
             first, *others = (Store(path, content) for path, content in mine)
             for other in others:
@@ -284,12 +284,12 @@ class Store:
 
 def finished(folder: Path, experiment: str, settings: dict[str, Any], device: torch.device) -> Path | None:
     """The newest whole result of the same experiment, settings and hardware; None where there is none."""
-    found = files_of(folder, experiment, settings, device, partial=False)
+    found = _files_of(folder, experiment, settings, device, partial=False)
     whole = [(str(content.get("end")), path) for path, content in found if content["complete"]]
     return max(whole)[1] if whole else None
 
 
-def files_of(
+def _files_of(
     folder: Path, experiment: str, settings: dict[str, Any], device: torch.device, *, partial: bool
 ) -> list[tuple[Path, dict[str, Any]]]:
     """The partial or the whole files of a run and their contents; the header has the hardware of all records."""

@@ -103,7 +103,7 @@ class Trainer:
                         f"training diverged: the {name} loss is {value} before step {self.done}; try another --seed"
                     )
             context.watcher.part(self.done / self.steps)
-            late = context.deadline is not None and time.monotonic() >= context.deadline
+            late = context.is_late
             if self.done < self.steps and (late or time.monotonic() - saved > CHECKPOINT):
                 self.seconds += time.monotonic() - begun
                 if unfinished is not None:

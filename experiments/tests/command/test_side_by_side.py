@@ -1,75 +1,73 @@
 """``--jobs``: what is not timed is measured in processes of their own, side by side."""
 
+import os
 import signal
 import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from command_support import fails_clearly, files
 from deeppcr_paper import cli, side_by_side, store
-from deeppcr_paper.experiment import name_of
+from deeppcr_paper.experiment import OutOfTime, name_of
 
-NAMES = ("resnet-training", "resnet-guess", "mlp-newton", "latent-diffusion", "pixel-diffusion", "diffusion-iterations")
+ONE_TIMED = ("resnet-training", "--quick", "--set", "depths=64", "--set", "seeds=3")
+GUESSES = ("resnet-guess", "--quick", "--set", "timed_seeds=0")  # 6 cells
 
 
 class Made:
-    """Processes that are none: what they are to do is done when they are asked for the first time whether they have ended.
+    """What is measured, in threads instead of processes, and how many at a time.
 
     Attributes:
-        commands: that were started
         measured: cells, by name
-        returncodes: of a process by a part of its command, which then does nothing
-        signals: that were sent
+        told: contexts and settings
+        errors: what is raised in a cell, by a part of its name
     """
 
     def __init__(self):
-        self.commands, self.measured, self.returncodes, self.signals = [], [], {}, []
-        self.endless = False
+        self.measured, self.told, self.errors, self.now, self.most = [], [], {}, 0, 0
+        self._lock = threading.Lock()
 
-    def start(self, command, *, env, stdout, **_):
-        assert env["DEEPPCR_CALIBRATE"] == "0"
-        self.commands.append(command)
-        return Process(self, command[3:], stdout)
-
-
-class Process:
-    def __init__(self, made, arguments, log):
-        self.made, self.arguments, self.log, self.returncode = made, arguments, log, None
-        self.log_path = log.name
-
-    def poll(self):
-        if self.returncode is None and not self.made.endless:
-            told = " ".join(self.arguments)
-            code = next((code for part, code in self.made.returncodes.items() if part in told), None)
-            result = None if code is not None else CliRunner().invoke(cli.app, self.arguments)
-            with open(self.log_path, "w") as log:
-                log.write(result.output if result else "Traceback\nOSError: the disk is on fire\n")
-            self.returncode = result.exit_code if result else code
-        return self.returncode
-
-    def wait(self):
-        return self.returncode
-
-    def send_signal(self, number):
-        self.made.signals.append(number)
+    def measure(self, cell, settings, context):
+        name = name_of(cell)
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        context.watcher.part(0.25)
+        time.sleep(0.02)
+        with self._lock:
+            self.now -= 1
+        for part, error in self.errors.items():
+            if part in name:
+                raise error
+        context.save_checkpoint({"step": 1})  # to be gone with the record
+        self.measured.append(name)
+        self.told.append((context, settings))
+        return {}
 
 
 @pytest.fixture
 def made(monkeypatch, light):
     made = Made()
 
-    def measure(cell, settings, context):
-        made.measured.append(name_of(cell))
-        return {}
+    class InThreads(ThreadPoolExecutor):
+        def __init__(self, jobs, *, mp_context, initializer, initargs):
+            super().__init__(jobs)
+            monkeypatch.setattr(side_by_side, "_stop", initargs[0])
+            monkeypatch.setattr(side_by_side, "_shares", initargs[1])
 
-    monkeypatch.setattr(cli, "EXPERIMENTS", tuple(replace(each, measure=measure) for each in cli.EXPERIMENTS))
-    stand_in = SimpleNamespace(Popen=made.start, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-    monkeypatch.setattr(side_by_side, "subprocess", stand_in)
-    monkeypatch.setattr(side_by_side.time, "sleep", lambda seconds: None)
+    experiments = tuple(replace(each, measure=made.measure) for each in cli.EXPERIMENTS)
+    monkeypatch.setattr(cli, "EXPERIMENTS", experiments)
+    monkeypatch.setattr(side_by_side, "EXPERIMENTS", experiments)
+    monkeypatch.setattr(side_by_side, "ProcessPoolExecutor", InThreads)
+    monkeypatch.setattr(side_by_side, "_cache", {})
     return made
 
 
@@ -78,22 +76,28 @@ def content(folder):
     return store.read(folder / found)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_timed_then_the_others(run, tmp_path, made, name):
-    changes = {"resnet-training": ("--set", "seeds=3"), "resnet-guess": ("--set", "timed_seeds=0")}.get(name, ())
-    arguments = (name, "--quick", *changes, "--models", tmp_path / "models")
+@pytest.mark.parametrize(
+    ("arguments", "beside"),
+    [
+        (ONE_TIMED, ["L=64 seed=1", "L=64 seed=2"]),
+        ((*ONE_TIMED, "--seed", 7), ["L=64 seed=8", "L=64 seed=9"]),
+        (GUESSES, [f"L=16 guess={g} iterations={n} seed=0" for g in ("batch-mean", "random", "zeros") for n in (0, 3)]),
+        (("latent-diffusion", "--quick"), ["data=digits w=4 part=training"]),
+        (("pixel-diffusion", "--quick"), [f"data=digits side=4 conditional={c} part=training" for c in ("no", "yes")]),
+    ],
+    ids=["resnet-training", "another-seed", "resnet-guess", "latent-diffusion", "pixel-diffusion"],
+)
+def test_what_is_not_timed_then_the_others(run, tmp_path, made, arguments, beside):
     result = run(*arguments, "--jobs", 2)
     assert result.exit_code == 0, result.output
-    beside, processes = list(made.measured), len(made.commands)
-    assert processes > (name != "latent-diffusion")  # which has one model here
-    assert not (tmp_path / "results" / side_by_side.FOLDER).exists()
-    if not content(tmp_path / "results")["complete"]:
-        assert "without it the same command" in result.output
+    assert sorted(made.measured) == sorted(beside)
+    all_of_it = arguments is GUESSES
+    assert content(tmp_path / "results")["complete"] == all_of_it
+    if not all_of_it:
+        assert f"{len(beside)} cells as asked for by --jobs" in result.output
         assert run(*arguments, "--jobs", 2).exit_code == 0
-        assert made.measured == beside
+        assert len(made.measured) == len(beside)
         assert run(*arguments).exit_code == 0
-    assert len(made.commands) == processes
-    assert len(set(made.measured)) == len(made.measured)
     found = content(tmp_path / "results")
     assert found["complete"]
     assert sorted(record["key"] for record in found["records"]) == sorted(made.measured)
@@ -102,65 +106,233 @@ def test_what_is_not_timed_then_the_others(run, tmp_path, made, name):
     assert [each["key"] for each in at_once["records"]] == [each["key"] for each in found["records"]]
 
 
+def test_as_many_at_a_time_as_asked_for(run, tmp_path, made):
+    for jobs in (2, 3):
+        made.most = 0
+        assert run(*GUESSES, "--jobs", jobs, out=tmp_path / str(jobs)).exit_code == 0
+        assert made.most == jobs
+    fails_before = run(*GUESSES, "--jobs", 0)
+    assert (fails_before.exit_code, made.measured) == (2, made.measured[:12])
+
+
+def test_what_the_command_says_reaches_the_cells(run, tmp_path, made):
+    more = ("--seed", 5, "--only", "guess=zeros", "--models", tmp_path / "elsewhere", "--time-limit", 5)
+    result = run(*GUESSES, *more, "--set", "rate=0.5", "--jobs", 2)
+    assert "2 cells as asked for by --only and --jobs" in result.output
+    assert sorted(made.measured) == [f"L=16 guess=zeros iterations={n} seed=5" for n in (0, 3)]
+    for context, settings in made.told:
+        assert (settings.seed, settings.rate) == (5, 0.5)
+        assert context.models == tmp_path / "elsewhere"
+        assert 0 < context.deadline - time.monotonic() < 300
+        assert context.checkpoint.parent == tmp_path / "results"
+        assert context.cache is side_by_side._cache
+        assert context.device.type == "cpu"
+    assert run(*GUESSES, "--seed", 6, "--jobs", 2).exit_code == 0
+    assert made.told[-1][0].models == tmp_path / "results" / "models"
+
+
 def test_one_that_fails_stops_no_other_and_is_told(run, tmp_path, made):
-    made.returncodes = {"activation=sigmoid": 1}
-    result = run("mlp-newton", "--quick", "--jobs", 2)
-    fails_clearly(result, ": OSError: the disk is on fire")
-    before = list(made.measured)
-    assert before
-    made.returncodes = {}
-    assert run("mlp-newton", "--quick", "--jobs", 2).exit_code == 0
+    made.errors = {"guess=random iterations=0": RuntimeError("CUDA error\nand how to find it"), "zeros": OutOfTime()}
+    result = run(*GUESSES, "--jobs", 2)
+    assert result.exit_code == 1
+    assert result.exception is made.errors["guess=random iterations=0"]
+    assert result.exception.__notes__ == ["in the cell L=16 guess=random iterations=0 seed=0"]
+    assert len(content(tmp_path / "results")["records"]) == 3
+    made.errors = {f"random iterations={n}": store.PaperError(f"diverged {n}") for n in (0, 3)}
+    result = run(*GUESSES, "--jobs", 2, out=tmp_path / "two")
+    fails_clearly(result, "guess=random iterations=0 seed=0: diverged 0", "; ", "iterations=3 seed=0: diverged 3")
+    made.errors = {"iterations=0": BrokenProcessPool()}
+    fails_clearly(run(*GUESSES, "--jobs", 2, out=tmp_path / "broken"), "ended from outside", "fewer --jobs")
+    made.errors, made.measured = {}, [record["key"] for record in content(tmp_path / "results")["records"]]
+    assert run(*GUESSES, "--jobs", 2).exit_code == 0
     assert content(tmp_path / "results")["complete"]
-    assert len(set(made.measured)) == len(made.measured) > len(before)
+    assert len(set(made.measured)) == len(made.measured) == 6
+
+
+def test_how_far_they_have_come_is_told(run, made, monkeypatch):
+    told = []
+    monkeypatch.setattr(cli.Bars, "part", lambda self, fraction: told.append(fraction))
+    assert run(*GUESSES, "--jobs", 2).exit_code == 0
+    assert set(told) == {0.25}
+    assert list(side_by_side._shares) == [1.0] * 6
 
 
 def test_out_of_time(run, tmp_path, made):
-    made.returncodes = {"activation=sigmoid": cli.AGAIN}
-    result = run("mlp-newton", "--quick", "--jobs", 2, "--time-limit", 5)
+    made.errors = {"guess=zeros": OutOfTime()}
+    result = run(*GUESSES, "--jobs", 2, "--time-limit", 5)
     assert result.exit_code == cli.AGAIN
-    assert "time limit reached" in result.output
-    limits = [float(command[command.index("--time-limit") + 1]) for command in made.commands]
-    assert all(4.5 < limit <= 5 for limit in limits)
+    assert "time limit reached; 4 of 6 cells" in result.output
     assert not content(tmp_path / "results")["complete"]
 
 
 def test_interrupted(run, tmp_path, made, monkeypatch):
-    """Processes are told to end, and what they have is kept."""
-    made.endless = True
+    """Those at work are told to stop, the others do not begin; what is finished is kept."""
+    seen = []
 
-    def interrupt(seconds):
-        made.endless = False
+    def interrupt(futures, **_):
+        while not made.measured:
+            time.sleep(0.01)
+        seen.append(side_by_side._stop.is_set())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(side_by_side.time, "sleep", interrupt)
-    monkeypatch.setattr(Process, "send_signal", lambda self, number: (made.signals.append(number), self.poll()))
-    result = run("mlp-newton", "--quick", "--jobs", 2)
-    assert result.exit_code == cli.STOPPED
-    assert made.signals == [signal.SIGINT] * 2
-    assert len(content(tmp_path / "results")["records"]) == len(made.measured) > 0
+    with monkeypatch.context() as patched:
+        patched.setattr(side_by_side, "wait", interrupt)
+        result = run(*GUESSES, "--jobs", 1)
+    assert (result.exit_code, seen) == (cli.STOPPED, [False])
+    assert side_by_side._stop.is_set()
+    before = list(made.measured)
+    assert [each["key"] for each in content(tmp_path / "results")["records"]] == before
+    assert len(before) < 4
+    assert f"{len(before)} of 6 cells" in result.output
+    assert run(*GUESSES, "--jobs", 2).exit_code == 0
+    assert len(set(made.measured)) == len(made.measured) == 6
 
 
 def test_where_everything_is_timed(run, made):
-    fails_clearly(run("mlp-timing", "--quick", "--jobs", 2), "every cell of it is timed")
+    fails_clearly(run("mlp-timing", "--quick", "--jobs", 2), "all of these cells are timed")
+    fails_clearly(run(*ONE_TIMED, "--only", "seed=0", "--jobs", 2), "all of these cells are timed")
+    assert not made.measured
 
 
 def test_all(run, tmp_path, made, monkeypatch):
-    some = tuple(each for each in cli.EXPERIMENTS if each.name in ("mlp-timing", "mlp-newton", "pixel-diffusion"))
+    some = tuple(each for each in cli.EXPERIMENTS if each.name in ("mlp-timing", "latent-diffusion", "pixel-diffusion"))
     monkeypatch.setattr(cli, "EXPERIMENTS", some)
-    result = run("all", "--quick", "--jobs", 3, "--models", tmp_path / "models")
+    result = run("all", "--quick", "--jobs", 3)
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert any(line.startswith("mlp-timing: timed") for line in lines)
-    assert any(line.startswith("mlp-newton: finished: ") for line in lines)
-    assert any(line.startswith("pixel-diffusion: finished what is not timed") for line in lines)
+    assert any(line.startswith("latent-diffusion: finished what is not timed, 1 cells") for line in lines)
+    assert any(line.startswith("pixel-diffusion: finished what is not timed, 2 cells") for line in lines)
 
 
+def children(process):
+    """The ids of what it has started."""
+    return [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def reads(number, path):
+    """What the kernel says of a process; nothing where there is none."""
+    try:
+        return Path(f"/proc/{number}/{path}").read_text()
+    except OSError:
+        return ""
+
+
+def is_running(number):
+    return reads(number, "stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Running:
+    """The command as from a terminal, where Ctrl-C reaches all of its processes; a training takes long."""
+
+    def __init__(self, out, *more, counts="3"):
+        arguments = ["resnet-guess", "--quick", "--set", "timed_seeds=0", "--set", "depths=16", "--device", "cpu"]
+        arguments += [
+            "--set",
+            "guesses=zeros",
+            "--set",
+            f"iterations={counts}",
+            "--set",
+            "epochs=500",
+            "--set",
+            "window=1",
+        ]
+        command = [sys.executable, "-m", "deeppcr_paper", "reproduce", *arguments, "--out", str(out), *more]
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def children(self):
+        number = self.process.pid
+        return [int(each) for each in reads(number, f"task/{number}/children").split()]
+
+    def wait_until(self, count):
+        """So many of its children train: they have loaded the images. Returns all of its children."""
+        wait_for(lambda: sum("sklearn" in reads(number, "maps") for number in self.children()) == count)
+        time.sleep(2)
+        return self.children()
+
+    def end(self, how=0):
+        if how:
+            os.killpg(self.process.pid, how) if how is signal.SIGINT else self.process.send_signal(how)
+        said, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, said
+
+
+def steps(folder):
+    return [store.read_checkpoint(each)["step"] for each in sorted(folder.glob(f"*{store.CHECKPOINT}"))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_training_that_is_interrupted_is_kept(tmp_path):
+    running = Running(tmp_path, "--jobs", "2")
+    children = running.wait_until(1)
+    code, said = running.end(signal.SIGINT)
+    assert code == cli.STOPPED, said
+    assert "interrupted; 0 of 1 cells" in said
+    assert "Traceback" not in said
+    wait_for(lambda: not any(map(is_running, children)))
+    assert min(steps(tmp_path)) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_nobody_is_left_behind_and_a_training_goes_on_where_it_was(tmp_path):
+    running = Running(tmp_path, "--jobs", "2", counts="1,3")
+    children = running.wait_until(2)
+    running.end(signal.SIGKILL)
+    wait_for(lambda: not any(map(is_running, children)))
+    assert steps(tmp_path) == []
+
+    running = Running(tmp_path, "--jobs", "2", counts="1,3")
+    running.wait_until(2)
+    running.end(signal.SIGINT)
+    first = steps(tmp_path)
+    assert len(first) == 2
+    assert min(first) > 0
+
+    code, said = Running(tmp_path, "--jobs", "2", "--time-limit", "0.25", counts="1,3").end()
+    assert code == cli.AGAIN, said
+    second = steps(tmp_path)
+    assert all(now > before for now, before in zip(second, first, strict=True))
+
+    # Alone, it goes on from there and ends soon.
+    code, said = Running(tmp_path, "--time-limit", "0.25", counts="1,3").end()
+    assert code == cli.AGAIN, said
+    third = steps(tmp_path)
+    assert third[0] > second[0]
+    assert third[1:] == second[1:]
+
+
+@pytest.mark.thorough
+def test_processes_are_set_as_this_one_and_keep_no_times():
+    stop, shares = side_by_side._SPAWN.Event(), side_by_side._SPAWN.Array("d", 1)
+    begin = {"initializer": side_by_side._begin, "initargs": (stop, shares, 1)}
+    with ProcessPoolExecutor(1, mp_context=side_by_side._SPAWN, **begin) as pool:
+        assert pool.submit(os.getenv, "DEEPPCR_CALIBRATE").result() == "read"
+        assert pool.submit(torch.get_num_threads).result() == 1
+        assert pool.submit(signal.getsignal, signal.SIGINT).result() is signal.SIG_IGN
+
+
+@pytest.mark.thorough
 def test_processes_find_what_one_alone_finds(run, tmp_path):
-    changes = ("--set", "activations=relu", "--set", "depths=4,8", "--set", "widths=2,4", "--set", "samples=1")
-    arguments = ("mlp-newton", "--quick", *changes)
-    assert run(*arguments, "--jobs", 2).exit_code == 0
-    assert run(*arguments, out=tmp_path / "alone").exit_code == 0
-    beside, alone = content(tmp_path / "results"), content(tmp_path / "alone")
+    arguments = ("resnet-guess", "--quick", "--set", "timed_seeds=0", "--set", "depths=16", "--set", "guesses=zeros")
+    folders = {"beside": ("--jobs", 2), "alone": ()}
+    for name, more in folders.items():
+        assert run(*arguments, *more, out=tmp_path / name).exit_code == 0
+    beside, alone = (content(tmp_path / name) for name in folders)
     assert beside["complete"]
     assert beside["summary"] == alone["summary"]
-    assert torch.tensor([each["iterations"] for each in beside["records"]]).amax() > 1
+    assert beside["records"][0].keys() == alone["records"][0].keys()

@@ -212,9 +212,8 @@ def choose(
     backward = chunk
     if chunk is None:
         round_of = {each: times.round(blocks, each, rows) for each in candidates(blocks, most_chunks)}
-        # What the host hides today it does not hide in a CUDA graph, nor once it is less busy than when it was timed.
-        calls_as_long = _as_long({each: seconds(each) for each in round_of})
-        chunk = backward = max(_as_long({each: rounds(each) * round_of[each] for each in calls_as_long}))
+        # On the device: what the host hides it does not hide in a CUDA graph, nor once it is less busy than when it was timed.
+        chunk = backward = max(_as_long({each: rounds(each) * round_of[each] for each in round_of}))
         if residual:  # few large chunks may save rounds, of which a backward pass has one anyway
             backward = max(_as_long(round_of))
     assert backward is not None
