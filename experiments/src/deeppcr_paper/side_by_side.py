@@ -5,15 +5,15 @@ Only this process writes results. The others measure, and keep the state of a lo
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
+import traceback
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -50,102 +50,142 @@ def measure_side_by_side(
 
 
 def _measure_all(
-    experiment: Experiment, cells: list[Cell], settings: Any, context: Context, store: Store, jobs: int
+    experiment: Experiment, waiting: list[Cell], settings: Any, context: Context, store: Store, jobs: int
 ) -> None:
-    stop, shares = _SPAWN.Event(), _SPAWN.Array("d", len(cells))
-    begin = (stop, shares, max(1, torch.get_num_threads() // jobs))
-    told = (context.device, context.data_dir, context.deadline, context.models)
-    measured: dict[Future, Cell] = {}
+    running: dict[connection.Connection, tuple[str, BaseProcess, Cell]] = {}
+    shares: dict[str, float] = {}  # of what is under way, how far it has come
+    wrong: dict[str, tuple[str, Any]] = {}
+    threads, late = max(1, torch.get_num_threads() // jobs), False
 
-    def keep(future: Future) -> None:
-        cell = measured.pop(future)
-        if future.done() and not future.cancelled() and future.exception() is None:
-            store.add(name_of(cell), {**cell, **future.result()})
-            checkpoint_path(store.path, name_of(cell)).unlink(missing_ok=True)
-            context.watcher.end()
-
-    wrong: dict[str, BaseException] = {}
-    try:
-        with ProcessPoolExecutor(jobs, mp_context=_SPAWN, initializer=_begin, initargs=begin) as pool:
-            for number, cell in enumerate(cells):
-                path = checkpoint_path(store.path, name_of(cell))
-                measured[pool.submit(_measure, experiment.name, cell, settings, told, path, number)] = cell
+    def hear(timeout: float | None) -> None:
+        for pipe in connection.wait(list(running), timeout):
+            assert isinstance(pipe, connection.Connection)
+            name, process, cell = running[pipe]
+            kind: str
+            value: Any
             try:
-                context.watcher.cell(f"{jobs} side by side")
-                while measured:
-                    for future in wait(measured, timeout=1, return_when=FIRST_COMPLETED).done:
-                        if (error := future.exception()) is not None:
-                            wrong[name_of(measured[future])] = error
-                        keep(future)
-                    if at_work := [share for share in shares if 0 < share < 1]:
-                        context.watcher.part(fmean(at_work))
-            finally:  # Ctrl-C, say: what is under way is kept and ends, all else ends as it begins
-                stop.set()
+                kind, value = pipe.recv()
+            except (EOFError, OSError):  # it is no more
+                process.join()
+                kind, value = "ended", process.exitcode
+            if kind == "part":
+                shares[name] = value
+                continue
+            if kind == "record":
+                store.add(name, {**cell, **value})
+                checkpoint_path(store.path, name).unlink(missing_ok=True)
+                context.watcher.end()
+            else:
+                wrong[name] = kind, value
+            del running[pipe]
+            shares.pop(name, None)
+            process.join()
+
+    try:
+        context.watcher.cell(f"{jobs} side by side")
+        while running or (waiting and not late):
+            while waiting and len(running) < jobs and not (late := context.is_late):
+                cell = waiting.pop(0)
+                name = name_of(cell)
+                told = (context.device, context.data_dir, context.deadline, context.models)
+                path = checkpoint_path(store.path, name)
+                pipe, process = _start(threads, (experiment.name, cell, settings, told, path))
+                running[pipe] = name, process, cell
+            hear(1.0)
+            if shares:
+                context.watcher.part(fmean(shares.values()))
     finally:
-        for future in list(measured):
-            keep(future)
-        store.save()
+        try:  # Ctrl-C, say: what is under way keeps its state and ends
+            for pipe in running:
+                with suppress(OSError):
+                    pipe.send("stop")
+            while running:
+                hear(None)
+        finally:  # Ctrl-C again
+            for _, process, _ in running.values():
+                process.kill()
+                process.join()
+            store.save()
     _tell(wrong)
+    if late:
+        raise OutOfTime
 
 
-def _tell(wrong: dict[str, BaseException]) -> None:
+def _start(threads: int, arguments: tuple[Any, ...]) -> tuple[connection.Connection, BaseProcess]:
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=_be_one_of_many, args=(threads, theirs, *arguments))
+    with _sigint_blocked():
+        process.start()
+    theirs.close()  # so that the end of the process is the end of the pipe
+    return ours, process
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """What is started inside never hears of Ctrl-C, which reaches all processes of a terminal; this one does, afterwards."""
+    resource_tracker.ensure_running()  # which unblocks it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _tell(wrong: dict[str, tuple[str, Any]]) -> None:
     """Raise what somebody has to look at; where there is none, that time was short."""
-    for name, error in wrong.items():
-        if isinstance(error, BrokenProcessPool):
-            what = "a process was ended from outside, perhaps for lack of memory"
-            raise PaperError(f"{what}; the same command goes on, perhaps with fewer --jobs") from error
-        if not isinstance(error, (PaperError, OutOfTime)):
-            error.add_note(f"in the cell {name}")
-            raise error
-    if told := [f"{name}: {error}" for name, error in wrong.items() if isinstance(error, PaperError)]:
-        raise PaperError("; ".join(told))
+    said = []
+    for name, (kind, value) in wrong.items():
+        if kind == "bug":
+            raise RuntimeError(f"in the cell {name}: {value}")
+        if kind == "ended":
+            what = f"its process ended (exit code {value}), perhaps for lack of memory"
+            said.append(f"{name}: {what}; the same command goes on, perhaps with fewer --jobs")
+        if kind == "paper":
+            said.append(f"{name}: {value}")
+    if said:
+        raise PaperError("; ".join(said))
     if wrong:
         raise OutOfTime
 
 
 # In the processes
 
-#: When to stop, whatever the clock says; how far each cell has come; and what the cells of a process share.
-_stop: Any = None
-_shares: Any = None
-_cache: dict[str, Any] = {}
-
-
-def _begin(stop: Any, shares: Any, threads: int) -> None:
-    global _stop, _shares
-    _stop, _shares = stop, shares
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the first process tells the others
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: from now on, where that one is killed
-    first = multiprocessing.parent_process()
-    if first is None or not first.is_alive():
-        os._exit(1)
-    # Times that a library measures beside others are not to be kept: it would choose by them from then on.
-    os.environ["DEEPPCR_CALIBRATE"] = "read"
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision("highest")
-    warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
-
 
 class _Share(Watcher):
     """Tells the first process how far a cell has come."""
 
-    def __init__(self, number: int):
-        self._number = number
+    def __init__(self, pipe: connection.Connection):
+        self._pipe = pipe
 
     def part(self, fraction: float) -> None:
-        _shares[self._number] = fraction
+        with suppress(OSError):
+            self._pipe.send(("part", fraction))
+
+
+def _be_one_of_many(threads: int, *arguments: Any) -> None:
+    # Times that a library measures beside others are not to be kept: it would choose by them from then on.
+    os.environ.setdefault("DEEPPCR_CALIBRATE", "read")
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest")
+    warnings.simplefilter("ignore", deeppcr.ConvergenceWarning)
+    _measure(*arguments)
 
 
 def _measure(
-    experiment: str, cell: Cell, settings: Any, told: tuple[Any, ...], checkpoint: Path, number: int
-) -> dict[str, Any]:
+    pipe: connection.Connection, experiment: str, cell: Cell, settings: Any, told: tuple[Any, ...], checkpoint: Path
+) -> None:
     device, data_dir, deadline, models = told
-    here = Context(device, data_dir, deadline=deadline, models=models, checkpoint=checkpoint, cache=_cache)
-    here.watcher, here.stopped = _Share(number), _stop.is_set
-    here.check_time()
+    # Whatever comes asks to stop, and so does the end of the first process.
+    here = Context(device, data_dir, (), deadline, _Share(pipe), checkpoint, models, stopped=pipe.poll)
     (known,) = (each for each in (*EXPERIMENTS, *BEYOND) if each.name == experiment)
     try:
-        return known.measure(cell, settings, here)
-    finally:
-        here.watcher.part(1.0)
+        here.check_time()
+        found = "record", known.measure(cell, settings, here)
+    except OutOfTime:
+        found = "late", None
+    except PaperError as error:
+        found = "paper", str(error)
+    except Exception as error:
+        found = "bug", f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+    with suppress(OSError):
+        pipe.send(found)

@@ -1,18 +1,18 @@
 """``--jobs``: what is not timed is measured in processes of their own, side by side."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 
 from command_support import fails_clearly, files
 from deeppcr_paper import cli, side_by_side, store
@@ -32,8 +32,20 @@ class Made:
     """
 
     def __init__(self):
-        self.measured, self.told, self.errors, self.now, self.most = [], [], {}, 0, 0
+        self.measured, self.told, self.errors, self.processes, self.now, self.most = [], [], {}, [], 0, 0
         self._lock = threading.Lock()
+
+    class Process:
+        exitcode = -9
+
+        def __init__(self, thread):
+            self.thread, self.killed = thread, False
+
+        def join(self):
+            self.thread.join()
+
+        def kill(self):
+            self.killed = True
 
     def measure(self, cell, settings, context):
         name = name_of(cell)
@@ -57,17 +69,22 @@ class Made:
 def made(monkeypatch, light):
     made = Made()
 
-    class InThreads(ThreadPoolExecutor):
-        def __init__(self, jobs, *, mp_context, initializer, initargs):
-            super().__init__(jobs)
-            monkeypatch.setattr(side_by_side, "_stop", initargs[0])
-            monkeypatch.setattr(side_by_side, "_shares", initargs[1])
+    def start(threads, arguments):
+        ours, theirs = multiprocessing.Pipe()
+
+        def measure():
+            with suppress(SystemExit), theirs:  # which a process that ends closes
+                side_by_side._measure(theirs, *arguments)
+
+        process = Made.Process(threading.Thread(target=measure))
+        made.processes.append(process)
+        process.thread.start()
+        return ours, process
 
     experiments = tuple(replace(each, measure=made.measure) for each in cli.EXPERIMENTS)
     monkeypatch.setattr(cli, "EXPERIMENTS", experiments)
     monkeypatch.setattr(side_by_side, "EXPERIMENTS", experiments)
-    monkeypatch.setattr(side_by_side, "ProcessPoolExecutor", InThreads)
-    monkeypatch.setattr(side_by_side, "_cache", {})
+    monkeypatch.setattr(side_by_side, "_start", start)
     return made
 
 
@@ -125,7 +142,6 @@ def test_what_the_command_says_reaches_the_cells(run, tmp_path, made):
         assert context.models == tmp_path / "elsewhere"
         assert 0 < context.deadline - time.monotonic() < 300
         assert context.checkpoint.parent == tmp_path / "results"
-        assert context.cache is side_by_side._cache
         assert context.device.type == "cpu"
     assert run(*GUESSES, "--seed", 6, "--jobs", 2).exit_code == 0
     assert made.told[-1][0].models == tmp_path / "results" / "models"
@@ -135,18 +151,24 @@ def test_one_that_fails_stops_no_other_and_is_told(run, tmp_path, made):
     made.errors = {"guess=random iterations=0": RuntimeError("CUDA error\nand how to find it"), "zeros": OutOfTime()}
     result = run(*GUESSES, "--jobs", 2)
     assert result.exit_code == 1
-    assert result.exception is made.errors["guess=random iterations=0"]
-    assert result.exception.__notes__ == ["in the cell L=16 guess=random iterations=0 seed=0"]
+    told = str(result.exception)
+    assert told.startswith("in the cell L=16 guess=random iterations=0 seed=0: RuntimeError: CUDA error\nand how")
+    assert "in measure" in told  # the traceback
     assert len(content(tmp_path / "results")["records"]) == 3
     made.errors = {f"random iterations={n}": store.PaperError(f"diverged {n}") for n in (0, 3)}
     result = run(*GUESSES, "--jobs", 2, out=tmp_path / "two")
     fails_clearly(result, "guess=random iterations=0 seed=0: diverged 0", "; ", "iterations=3 seed=0: diverged 3")
-    made.errors = {"iterations=0": BrokenProcessPool()}
-    fails_clearly(run(*GUESSES, "--jobs", 2, out=tmp_path / "broken"), "ended from outside", "fewer --jobs")
     made.errors, made.measured = {}, [record["key"] for record in content(tmp_path / "results")["records"]]
     assert run(*GUESSES, "--jobs", 2).exit_code == 0
     assert content(tmp_path / "results")["complete"]
     assert len(set(made.measured)) == len(made.measured) == 6
+
+
+def test_a_process_that_ends_is_noticed(run, tmp_path, made):
+    made.errors = {"guess=zeros iterations=0": SystemExit()}  # closes its pipe without a word
+    result = run(*GUESSES, "--jobs", 3)
+    fails_clearly(result, "guess=zeros iterations=0 seed=0: its process ended (exit code -9)", "fewer --jobs")
+    assert len(content(tmp_path / "results")["records"]) == 5
 
 
 def test_how_far_they_have_come_is_told(run, made, monkeypatch):
@@ -154,7 +176,6 @@ def test_how_far_they_have_come_is_told(run, made, monkeypatch):
     monkeypatch.setattr(cli.Bars, "part", lambda self, fraction: told.append(fraction))
     assert run(*GUESSES, "--jobs", 2).exit_code == 0
     assert set(told) == {0.25}
-    assert list(side_by_side._shares) == [1.0] * 6
 
 
 def test_out_of_time(run, tmp_path, made):
@@ -163,29 +184,52 @@ def test_out_of_time(run, tmp_path, made):
     assert result.exit_code == cli.AGAIN
     assert "time limit reached; 4 of 6 cells" in result.output
     assert not content(tmp_path / "results")["complete"]
+    started = len(made.processes)
+    assert run(*GUESSES, "--jobs", 2, "--time-limit", 1e-9).exit_code == cli.AGAIN
+    assert len(made.processes) == started, "what is late does not begin"
 
 
-def test_interrupted(run, tmp_path, made, monkeypatch):
+@pytest.mark.parametrize("again", [False, True])
+def test_interrupted(run, tmp_path, made, monkeypatch, again):
     """Those at work are told to stop, the others do not begin; what is finished is kept."""
-    seen = []
+    hear, stopped = side_by_side.connection.wait, []
 
-    def interrupt(futures, **_):
-        while not made.measured:
-            time.sleep(0.01)
-        seen.append(side_by_side._stop.is_set())
-        raise KeyboardInterrupt
+    def interrupt(pipes, timeout):
+        if timeout is None and again:
+            raise KeyboardInterrupt
+        if timeout is not None and len(made.measured) >= 2:
+            raise KeyboardInterrupt
+        return hear(pipes, timeout)
 
+    def until_stopped(measure):
+        def wrapped(cell, settings, context):
+            while cell["guess"] == "zeros":
+                time.sleep(0.01)
+                if context.is_late:
+                    stopped.append(name_of(cell))
+                    raise OutOfTime
+            return measure(cell, settings, context)
+
+        return wrapped
+
+    known = side_by_side.EXPERIMENTS
     with monkeypatch.context() as patched:
-        patched.setattr(side_by_side, "wait", interrupt)
-        result = run(*GUESSES, "--jobs", 1)
-    assert (result.exit_code, seen) == (cli.STOPPED, [False])
-    assert side_by_side._stop.is_set()
-    before = list(made.measured)
-    assert [each["key"] for each in content(tmp_path / "results")["records"]] == before
-    assert len(before) < 4
-    assert f"{len(before)} of 6 cells" in result.output
-    assert run(*GUESSES, "--jobs", 2).exit_code == 0
-    assert len(set(made.measured)) == len(made.measured) == 6
+        interrupting = SimpleNamespace(wait=interrupt, Connection=side_by_side.connection.Connection)
+        patched.setattr(side_by_side, "connection", interrupting)
+        slow = tuple(replace(each, measure=until_stopped(each.measure)) for each in known)
+        patched.setattr(side_by_side, "EXPERIMENTS", slow)
+        result = run(*GUESSES, "--set", "guesses=zeros,random", "--jobs", 3)
+        assert result.exit_code == cli.STOPPED
+        for process in made.processes:
+            process.join()
+    assert len(stopped) == 2
+    assert any(process.killed for process in made.processes) == again
+    kept = [each["key"] for each in content(tmp_path / "results")["records"]]
+    assert kept == [name for name in made.measured if name in kept]
+    assert len(kept) == 2 or again
+    assert f"{len(kept)} of 4 cells" in result.output
+    assert run(*GUESSES, "--set", "guesses=zeros,random", "--jobs", 2).exit_code == 0
+    assert content(tmp_path / "results")["complete"]
 
 
 def test_where_everything_is_timed(run, made):
@@ -294,14 +338,16 @@ def test_nobody_is_left_behind_and_a_training_goes_on_where_it_was(tmp_path):
     children = running.wait_until(2)
     running.end(signal.SIGKILL)
     wait_for(lambda: not any(map(is_running, children)))
-    assert steps(tmp_path) == []
+    killed = steps(tmp_path)
+    assert len(killed) == 2, "the processes find that the first one is gone, and keep their state"
+    assert min(killed) > 0
 
     running = Running(tmp_path, "--jobs", "2", counts="1,3")
-    running.wait_until(2)
+    children = running.wait_until(2)
+    os.kill(children[-1], signal.SIGKILL)
     running.end(signal.SIGINT)
     first = steps(tmp_path)
-    assert len(first) == 2
-    assert min(first) > 0
+    assert [now > before for now, before in zip(first, killed, strict=True)] in ([True, False], [False, True])
 
     code, said = Running(tmp_path, "--jobs", "2", "--time-limit", "0.25", counts="1,3").end()
     assert code == cli.AGAIN, said
@@ -316,14 +362,21 @@ def test_nobody_is_left_behind_and_a_training_goes_on_where_it_was(tmp_path):
     assert third[1:] == second[1:]
 
 
-@pytest.mark.thorough
-def test_processes_are_set_as_this_one_and_keep_no_times():
-    stop, shares = side_by_side._SPAWN.Event(), side_by_side._SPAWN.Array("d", 1)
-    begin = {"initializer": side_by_side._begin, "initargs": (stop, shares, 1)}
-    with ProcessPoolExecutor(1, mp_context=side_by_side._SPAWN, **begin) as pool:
-        assert pool.submit(os.getenv, "DEEPPCR_CALIBRATE").result() == "read"
-        assert pool.submit(torch.get_num_threads).result() == 1
-        assert pool.submit(signal.getsignal, signal.SIGINT).result() is signal.SIG_IGN
+def test_processes_are_set_as_the_first_one_and_keep_no_times(monkeypatch):
+    """By what they do first of all."""
+    done = []
+    monkeypatch.setattr(side_by_side, "_measure", lambda *arguments: done.append((arguments, os.environ.copy())))
+    monkeypatch.setattr(side_by_side.torch, "set_num_threads", done.append)
+    monkeypatch.setattr(side_by_side.warnings, "simplefilter", lambda *_: None)
+    for before, after in ((None, "read"), ("0", "0")):
+        monkeypatch.delenv("DEEPPCR_CALIBRATE", raising=False)
+        if before is not None:
+            monkeypatch.setenv("DEEPPCR_CALIBRATE", before)
+        else:
+            monkeypatch.setattr(os, "environ", os.environ.copy())
+        side_by_side._be_one_of_many(3, "a", "b")
+        threads, (arguments, environment) = done[-2:]
+        assert (threads, arguments, environment["DEEPPCR_CALIBRATE"]) == (3, ("a", "b"), after)
 
 
 @pytest.mark.thorough
