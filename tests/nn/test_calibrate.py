@@ -197,7 +197,7 @@ def test_what_is_kept_is_read_where_nothing_is_to_be_measured(machine, monkeypat
     monkeypatch.delenv("DEEPPCR_CALIBRATE")
     times, _ = machine.find()
     machine.forget()
-    monkeypatch.setenv("DEEPPCR_CALIBRATE", "read")
+    monkeypatch.setenv("DEEPPCR_CALIBRATE", "READ")
     assert machine.find() == (times, "measured on this device")
     assert len(machine.benches) == 1
 

@@ -123,9 +123,9 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
                 known = {size: ratio for size, ratio in ratios.items() if ratio is not None}
                 if not known:
                     continue
-                width, depth = max(known, key=lambda size: known[size])
+                best = best_speedup(mine, way, column, over)
                 entry[f"over_{over}"] = {
-                    "best": {"speedup": known[width, depth], "L": depth, "w": width},
+                    "best": {"speedup": best[0], "L": best[1]["L"], "w": best[1]["w"]} if best else None,
                     "break_even_depth": {
                         each: break_even({depth: ratio for (width, depth), ratio in known.items() if width == each})
                         for each in sorted({width for width, _ in known})
@@ -153,16 +153,16 @@ def lines(summary: dict[str, Any]) -> list[str]:
     rows = []
     for entry, over in product(summary["entries"], BASELINES):
         if against := entry.get(f"over_{over}"):
-            best, even = against["best"], against["break_even_depth"].values()
+            best, even = against["best"] or {}, against["break_even_depth"].values()
             rows.append(
                 {
                     "activation": entry["activation"],
                     "direction": entry["direction"],
                     "method": entry["column"],
                     "over": over,
-                    "speed-up": times(best["speedup"]),
-                    "at L": best["L"],
-                    "and w": best["w"],
+                    "speed-up": shown(best.get("speedup"), times),
+                    "at L": best.get("L"),
+                    "and w": best.get("w"),
                     "break-even from L": shown(min((each for each in even if each is not None), default=None), ".0f"),
                 }
             )

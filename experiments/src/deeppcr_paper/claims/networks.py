@@ -170,7 +170,7 @@ def _best(records: Sequence[Record], way: str, factor: float) -> Check:
     words = {
         "what": f"{way} pass over the eager loop",
         "paper": _SAID[factor],
-        "printed": _with_graph(said, records, way) or "not timed",
+        "printed": _with_graph(said.get("printed") or _why_no_best(records, way), records, way),
         "defaults": said.get("auto", ""),
         "loop": _beside(
             records,
@@ -188,10 +188,14 @@ def _with_cell(method: str, way: str, ratio: float, record: Record) -> str:
     return f"{times(ratio)} (L = {record['L']:,}, w = {record['w']:,}: {took})"
 
 
-def _with_graph(said: dict[str, str], records: Sequence[Record], way: str) -> str:
+def _why_no_best(records: Sequence[Record], way: str) -> str:
+    return "times too restless" if any(speedup(r, way, "printed", "loop") for r in records) else "not timed"
+
+
+def _with_graph(said: str, records: Sequence[Record], way: str) -> str:
     """As printed; where it was also timed in a CUDA graph, that beside it."""
     graph = best_speedup(records, way, "printed graph", "loop")
-    return said.get("printed", "") + (f"; in a CUDA graph {times(graph[0])}" if graph else "")
+    return said + (f"; in a CUDA graph {times(graph[0])}" if graph else "")
 
 
 def _beside(records: Sequence[Record], way: str, words: Callable[[str], str]) -> str:
@@ -240,12 +244,13 @@ def widths(result: Finished) -> list[Check]:
     if len(depths) < 2:
         why = f"As printed, the time doubles at {len(depths)} of the depths of this run: too few to see a line."
         return [*rows, Check(**words, printed="too few depths", holds=OPEN, why=why)]
-    ours = _over_depths(depths) + (f"; in a CUDA graph {_over_depths(in_graph)}" if in_graph else "")
+    every = len({record["L"] for record in records if seconds(record, "forward", "printed")})
+    ours = _over_depths(depths, every) + (f"; in a CUDA graph {_over_depths(in_graph, every)}" if in_graph else "")
     return [*rows, held("isoline", max(depths.values()) / min(depths.values()), printed=ours, **words)]
 
 
-def _over_depths(sizes: dict[int, float]) -> str:
-    return f"{plain(min(sizes.values()))} to {plain(max(sizes.values()))} over {len(sizes)} depths"
+def _over_depths(sizes: dict[int, float], every: int) -> str:
+    return f"{plain(min(sizes.values()))} to {plain(max(sizes.values()))} at {len(sizes)} of {every} depths"
 
 
 #: From this width on a state of float32 fills what PyTorch allocates at least, 512 bytes.
@@ -266,16 +271,16 @@ def memory(result: Finished) -> list[Check]:
     if "printed" not in said:
         return [Check(**words, holds=OPEN)]
     entries = [entry for entry in result.summary["printed"] if entry["ratio"] is not None]
-    return [held("memory", median(entry["ratio"] for entry in entries), why=_why_memory(entries), **words)]
+    why = _why_memory(entries, blocks=result.content["device"] == "cuda")
+    return [held("memory", median(entry["ratio"] for entry in entries), why=why, **words)]
 
 
-def _why_memory(entries: Sequence[dict[str, Any]]) -> str:
+def _why_memory(entries: Sequence[dict[str, Any]], *, blocks: bool) -> str:
     wide = max(entry["w"] for entry in entries)
     arrays = 1 / median(entry["ratio"] for entry in entries if entry["w"] == wide) - 1
-    return (
-        f"At w = {wide:,} DeepPCR holds {arrays:.0f} arrays as large as the weights: the Jacobians and two rounds of their products. "
-        f"Below w = {WIDE} a layer's output takes 512 bytes, the least that PyTorch allocates: there the loop needs less than it takes."
-    )
+    found = f"At w = {wide:,} DeepPCR holds {arrays:.0f} arrays as large as the weights: the Jacobians and two rounds of their products."
+    padded = f" Below w = {WIDE} most of the loop's is padding: PyTorch allocates 512 bytes at least, for each layer's output."
+    return found + (padded if blocks else "")
 
 
 def newton(result: Finished) -> list[Check]:

@@ -213,15 +213,7 @@ def newton(result: Finished) -> list[Check]:
     found = {e["L"]: _whole_training(result, e["L"]) for e in result.summary}
     said = _by_depth({depth: text for depth, (text, _) in found.items() if text})
     most = max((highest for _, highest in found.values()), default=0.0)
-    if as_printed(result):
-        words["printed"] = said
-    else:
-        words["defaults"] = said
-        first = {e["L"]: e["printed_iterations"] for e in result.summary if e["printed_iterations"]}
-        most = max(first.values(), default=0.0)
-        if first:
-            words["printed"] = _by_depth({depth: f"{mean:.1f}" for depth, mean in first.items()}) + ", first steps"
-    checks = [held("6 at every point", most, **words) if words.get("printed") else Check(**words, holds=OPEN)]
+    checks = [_trained(result, "6 at every point", most, said, **words)] if said else [Check(**words, holds=OPEN)]
     far = {e["L"]: max(apart) for e in result.summary if (apart := [v for v in e["parameter_distance"] if finite(v)])}
     if far:
         words = {"what": "largest difference of a parameter", "paper": "bounded (below 1)"}

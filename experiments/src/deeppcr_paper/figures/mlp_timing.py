@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from ..mlp_summary import break_even, speedup
+from ..mlp_summary import best_speedup, break_even, speedup
 from ..mlp_summary import seconds as time_of
 from ..table import times as as_times
 from . import style
@@ -104,14 +104,16 @@ def caption(records: list[Record], way: str, overs: list[str], parallel: list[st
     """The best speed-ups, the depths from which on there is one, and how much is missing."""
     said = []
     for over in overs:
-        best = {column: found for column in parallel if (found := _best(records, way, column, over))}
-        if best:
+        known = {column: depths for column in parallel if (depths := _even_depths(records, way, column, over))}
+        if known:
+            best = {column: found for column in known if (found := best_speedup(records, way, column, over))}
             each = [
                 f"{as_times(ratio)} {_SHORT[c].replace('defaults', 'with the defaults')} (L = {at['L']:,}, w = {at['w']:,})"
-                for c, (ratio, at, _) in best.items()
+                for c, (ratio, at) in best.items()
             ]
-            even = [f"{_SHORT[c]} {_ahead(depths, records)}" for c, (_, _, depths) in best.items()]
-            said.append(f"Over the {_OVER[over]} at best {' and '.join(each)}; {', '.join(even)}.")
+            even = [f"{_SHORT[c]} {_ahead(depths, records)}" for c, depths in known.items()]
+            most = f"at best {' and '.join(each)}" if each else "no size is timed calmly"
+            said.append(f"Over the {_OVER[over]} {most}; {', '.join(even)}.")
     holes: dict[str, list[Record]] = {}
     for record in records:
         for column, entry in record.get(way, {}).items():
@@ -149,12 +151,10 @@ def _ahead(depths: list[float | None], records: list[Record]) -> str:
     return f"ahead from L ≈ {style.span([float(f'{depth:.2g}') for depth in known], ',.0f')}{some}"
 
 
-def _best(records: list[Record], way: str, column: str, over: str) -> tuple[float, Record, list[float | None]] | None:
-    """The greatest speed-up, where, and for each width the depth from which on it stays ahead."""
-    known = [(ratio, record) for record in records if (ratio := speedup(record, way, column, over))]
-    if not known:
-        return None
+def _even_depths(records: list[Record], way: str, column: str, over: str) -> list[float | None]:
+    """For each width that was timed the depth from which on it stays ahead."""
     by_width: dict[int, dict[int, float]] = {}
-    for ratio, record in known:
-        by_width.setdefault(record["w"], {})[record["L"]] = ratio
-    return *max(known, key=lambda pair: pair[0]), [break_even(each) for each in by_width.values()]
+    for record in records:
+        if ratio := speedup(record, way, column, over):
+            by_width.setdefault(record["w"], {})[record["L"]] = ratio
+    return [break_even(each) for each in by_width.values()]
