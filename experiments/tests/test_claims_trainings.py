@@ -148,9 +148,7 @@ def test_the_whole_training_decides_beside_its_first_steps():
     assert passes(20, 20).holds == YES
     assert passes(20, 6).holds == OPEN
     assert passes(20, 2).holds == passes(2, 20).holds == NO
-    assert (
-        passes(20, 2).printed == "20× in its first steps (50 ms, plain PyTorch); 2× in all of it (500 ms, our solver)"
-    )
+    assert passes(20, 2).printed == "20× at first (50 ms, plain PyTorch); 2× in all (500 ms, our solver)"
 
 
 def test_a_training_that_was_timed_is_preferred():
@@ -166,8 +164,7 @@ def test_other_accuracies_than_the_papers(ends):
     for record in result.records:
         for run, end in zip(record.get("runs", {}).values(), ends, strict=False):
             run["test_accuracy"] = [end] * 8
-    found = by_what(trainings.accuracies(result), "final accuracy")
-    assert (found.holds, found.why) == (NO, "Both trainings end above the paper's." if min(ends) > 0.94 else "")
+    assert by_what(trainings.accuracies(result), "final accuracy").holds == NO
 
 
 def test_one_iteration_says_nothing_of_newtons_method():
@@ -178,7 +175,7 @@ def test_one_iteration_says_nothing_of_newtons_method():
             curves["iterations"] = [1.0 if record["L"] == 64 else 4.0] * 20
             curves["not_converged"] = [0.0 if record["L"] == 64 else 0.03] * 20
     found = by_what(trainings.newton(result), "iterations in training").defaults
-    assert found == "L = 64: 1 (two chunks); 128: 4.0 (4.0); 3.0% of the training steps were finished by the loop"
+    assert found == "L = 64: 1 (two chunks); 128: 4.0 (4.0); the loop finished 3.0% of steps"
 
 
 def test_losses_that_differ_by_a_tenth_are_not_equivalent():

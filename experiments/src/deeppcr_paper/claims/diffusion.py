@@ -222,7 +222,7 @@ def timing_table(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished],
             known = {
                 key: entry["printed"][name] for key, entry in mine.items() if entry["printed"].get(name) is not None
             }
-            words = {"what": f"{kind}, {what}", "paper": "all"}
+            words = {"what": f"{kind}, {what}"}
             if not known:
                 return Check(**words, printed="not in this run", holds=OPEN)
             found, count = judge_all(rule, [(number, getattr(paper[key], theirs)) for key, number in known.items()])
@@ -231,7 +231,7 @@ def timing_table(paper: dict[tuple[int, int], PaperRow]) -> Callable[[Finished],
             beside = f"{form(min(defaults))} to {form(max(defaults))}" if defaults else ""
             ours = f"{count} of {len(known)} rows"
             if name == "iterations":  # of the samples that the other rows are of, too
-                ours += f" ({span((mine[key]['printed']['samples'] for key in known), '.0f')} samples each)"
+                ours += f" ({span((mine[key]['printed']['samples'] for key in known), '.0f')} samples)"
             return Check(**words, printed=ours, defaults=beside, holds=found, rule=rule)
 
         kind = "latents" if paper is LATENT else "pixels"
@@ -345,7 +345,7 @@ def classes(result: Finished) -> list[Check]:
         samples = span((each["samples"] for pair in both for each in pair), ".0f")
         gain[column] = f"in {count} of {len(ratios)} sizes ({samples} samples)"
         few[column] = " and ".join(f"{fmean(each[which]['iterations'] for each in both):.1f}" for which in (0, 1))
-    why = "With and without classes, times differ by less than the host's noise." if judged == OPEN else ""
+    why = "Times with and without classes differ by less than noise." if judged == OPEN else ""
     return [Check(**gain, holds=judged, rule="gains more", why=why), Check(**few)]
 
 
@@ -364,5 +364,5 @@ def guesses(result: Finished) -> list[Check]:
         words[column] = f"{said} ({span((entry[method]['samples'] for entry in told), '.0f')} samples)"
         if method == "printed" and {"mean", "class-mean"} <= set(means):
             judged = judge("fewer", means["class-mean"] / means["mean"])
-    why = "The means of a class and of all are closer than so few samples tell." if judged == OPEN else ""
+    why = "So few samples do not tell the two means apart." if judged == OPEN else ""
     return [Check(**words, holds=judged, rule="fewer", why=why)]

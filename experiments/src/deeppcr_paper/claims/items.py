@@ -16,10 +16,10 @@ from .results import Finished, Needs, command
 
 _PAPER, _OURS = PRESETS["paper"], PRESETS["short"]
 _TRAINED = (
-    f"Fewer epochs: autoencoders {_OURS.autoencoder_epochs} instead of {_PAPER.autoencoder_epochs}, denoisers of latents "
-    f"{_OURS.latent_epochs} instead of {_PAPER.latent_epochs}, of pixels {_OURS.pixel_epochs} instead of {_PAPER.pixel_epochs}."
+    f"Epochs: autoencoders {_OURS.autoencoder_epochs} for {_PAPER.autoencoder_epochs}, denoisers of latents "
+    f"{_OURS.latent_epochs} for {_PAPER.latent_epochs}, of pixels {_OURS.pixel_epochs} for {_PAPER.pixel_epochs}."
 )
-_COARSE = "At the widths 4, 16 and 64, the defaults at 256 too."
+_COARSE = "Widths 4, 16 and 64, by defaults 256 too."
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ ITEMS: tuple[Item, ...] = (
         "The loop's time is linear in L, DeepPCR's logarithmic for the most part; at best more than 30× forward and 200× backward; "
         "break-even at L ≈ 2⁷ and 2⁵.",
         _timing("relu"),
-        "The paper's are the shortest of up to 100 runs on a V100; ours are medians.",
+        "The paper's are the shortest of up to 100 runs (V100), ours medians.",
     ),
     Item(
         "Figure 4",
@@ -155,7 +155,7 @@ ITEMS: tuple[Item, ...] = (
                 needs=diffusion.of_data("cifar10"),
             ),
         ),
-        "CelebA takes part where a folder of its images is given.",
+        "CelebA needs a folder of its images.",
     ),
     Item(
         "Figure 8",
@@ -228,7 +228,7 @@ ITEMS: tuple[Item, ...] = (
         "Table 1",
         "the diffusion models",
         "Encoder, decoder, discriminator, residual MLP and UNet, layer by layer.",
-        note="Four layers of stride 2 take 32×32 to 2×2, not 4×4: one of ours has stride 1. The decoder's ReLU before its tanh would forbid "
+        note="Four strides of 2 take 32×32 to 2×2, not 4×4: one of ours is 1. The decoder's ReLU before its tanh would forbid "
         "dark pixels, and is left out. MNIST is padded to 32.",
     ),
     Item(

@@ -230,27 +230,32 @@ def _even(records: Sequence[Record], way: str, depth: int) -> Check:
 def widths(result: Finished) -> list[Check]:
     """Fig. 11: whether the time leaves the logarithmic regime at one value of w²L, and how far chunks move it."""
     records = of_activation(result, "relu")
-    # With fewer layers, narrow networks take fewer iterations than wide ones.
-    records = [record for record in records if record["L"] >= DEEP] or records
-    limits = {method: threshold(records, "forward", method) for method in (*METHODS, "printed graph")}
+    limits = {method: threshold(records, "forward", method) for method in METHODS}
     said = {method: limit_in_words(limit) if limit["w2L"] else "not reached" for method, limit in limits.items()}
     plain_code = result.name == "mlp-printed"
-    code = f"{'plain PyTorch' if plain_code else 'our solver'}, {len({record['w'] for record in records})} widths"
+    code = f"{len({record['w'] for record in records})} widths, {'plain PyTorch' if plain_code else 'our solver'}"
     rows = (
         [] if plain_code else [Check(what="where the time has doubled", printed=said["printed"], defaults=said["auto"])]
     )
-    depths, in_graph = limits["printed"]["by_depth"], limits["printed graph"]["by_depth"]
-    words = {"what": f"at one value of w²L, {code}", "paper": "yes"}
+    depths = limits["printed"]["by_depth"]
+    words = {"what": f"one value of w²L: {code}", "paper": "yes"}
     if len(depths) < 2:
         why = f"As printed, the time doubles at {len(depths)} of the depths of this run: too few to see a line."
         return [*rows, Check(**words, printed="too few depths", holds=OPEN, why=why)]
-    every = len({record["L"] for record in records if seconds(record, "forward", "printed")})
-    ours = _over_depths(depths, every) + (f"; in a CUDA graph {_over_depths(in_graph, every)}" if in_graph else "")
-    return [*rows, held("isoline", max(depths.values()) / min(depths.values()), printed=ours, **words)]
+    ours = f"{plain(min(depths.values()))} to {plain(max(depths.values()))} over {len(depths)} depths"
+    why = _more_iterations(records, min(depths, key=lambda depth: depths[depth]))
+    return [*rows, held("isoline", max(depths.values()) / min(depths.values()), printed=ours, why=why, **words)]
 
 
-def _over_depths(sizes: dict[int, float], every: int) -> str:
-    return f"{plain(min(sizes.values()))} to {plain(max(sizes.values()))} at {len(sizes)} of {every} depths"
+def _more_iterations(records: Sequence[Record], depth: int) -> str:
+    """Whether narrow networks of this depth, where the time has doubled the earliest, take fewer iterations; empty where they do not."""
+    counts = {r["w"]: r["forward"].get("printed", {}).get("iterations") for r in records if r["L"] == depth}
+    known = {width: count for width, count in counts.items() if finite(count)}
+    if not known or max(known.values()) <= known[min(known)]:
+        return ""
+    return (
+        f"At L = {depth:,}, w = {min(known)} takes {known[min(known)]} iterations, others up to {max(known.values())}."
+    )
 
 
 #: From this width on a state of float32 fills what PyTorch allocates at least, 512 bytes.
@@ -265,7 +270,7 @@ def memory(result: Finished) -> list[Check]:
             left = of_cells(len(ratios), len(entries))
             said[name] = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}{left and f'; {left}'})"
             wide = known_ratios([entry for entry in entries if entry["w"] >= WIDE])
-            said[name] += f"; from w = {WIDE} on {median(wide):.2f}" if wide else ""
+            said[name] += f"; w ≥ {WIDE}: {median(wide):.2f}" if wide else ""
     words = {"what": "memory of the loop over that of DeepPCR, weights included, median", "paper": "about 0.6"}
     words |= {"printed": said.get("printed", "not measured"), "defaults": said.get("chunk auto", "")}
     if "printed" not in said:
@@ -278,8 +283,8 @@ def memory(result: Finished) -> list[Check]:
 def _why_memory(entries: Sequence[dict[str, Any]], *, blocks: bool) -> str:
     wide = max(entry["w"] for entry in entries)
     arrays = 1 / median(entry["ratio"] for entry in entries if entry["w"] == wide) - 1
-    found = f"At w = {wide:,} DeepPCR holds {arrays:.0f} arrays as large as the weights: the Jacobians and two rounds of their products."
-    padded = f" Below w = {WIDE} most of the loop's is padding: PyTorch allocates 512 bytes at least, for each layer's output."
+    found = f"At w = {wide:,} DeepPCR holds {arrays:.0f} arrays as large as the weights: Jacobians and two rounds of products."
+    padded = f" Below w = {WIDE} most of the loop's is padding: PyTorch allocates at least 512 bytes."
     return found + (padded if blocks else "")
 
 

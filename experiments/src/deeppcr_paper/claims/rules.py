@@ -44,14 +44,14 @@ class Rule:
 RULES: dict[str, Rule] = {
     "speed-up": Rule("at least 0.9 of the paper's", lambda ours, paper: ours >= 0.9 * paper, NOISE),
     "break-even": Rule(
-        "at the median width (of two the earlier) it stays ahead from at most √2 times the paper's depth on (never: ∞; “nearer to 64 than to 128”: 64)",
+        "at the median width (of two the earlier) it stays ahead from at most √2 times the paper's depth on (never: ∞; “nearer to 64” is 64)",
         lambda ours, paper: ours <= math.sqrt(2) * paper,
         NOISE,
     ),
-    "linear": Rule("at the narrowest width, from L = 64 on, the time grows 0.5 to 2 times as L does", lambda ours: 0.5 <= ours <= 2, NOISE),
-    "logarithmic": Rule("at the narrowest width, from L = 64 on, the time grows less than √L", lambda ours: ours <= 1, NOISE),
+    "linear": Rule("at the narrowest width, from L=64 on, the time grows 0.5 to 2 times as L does", lambda ours: 0.5 <= ours <= 2, NOISE),
+    "logarithmic": Rule("there, the time grows less than √L", lambda ours: ours <= 1, NOISE),
     "isoline": Rule(
-        "from L = 64 on, w²L where a pass takes twice as long as at the narrowest width varies at most 16 times",
+        "w²L where a pass takes twice as long as at the narrowest width varies at most 16 times over the depths",
         lambda ours: ours <= 16,
     ),
     "steady": Rule(
@@ -59,15 +59,15 @@ RULES: dict[str, Rule] = {
         lambda ours: ours <= 1.5,
         NOISE,
     ),
-    "gains more": Rule("a greater speed-up on the clock at every size, also if multiplied by 0.56 or 1.78 (noise twice)", lambda ours: ours > 1, NOISE**2),
+    "gains more": Rule("a greater speed-up on the clock at every size, also times 0.56 or 1.78 (noise twice)", lambda ours: ours > 1, NOISE**2),
     "newer gains": Rule("beyond the logarithmic regime, the smaller median ratio", lambda ours: ours < 1),
     "negligible": Rule("at most 0.1 of the whole", lambda ours: ours <= 0.1),
     "memory": Rule("median ratio 0.5 to 0.7", lambda ours: 0.5 <= ours <= 0.7),
-    "at most 6": Rule("at most 6 iterations in every cell", lambda ours: ours <= 6, at_any_size=True),
-    "6 at every point": Rule("at most 6 iterations at every point of the curve", lambda ours: ours <= 6),
+    "at most 6": Rule("in every cell", lambda ours: ours <= 6, at_any_size=True),
+    "6 at every point": Rule("at most, over all of the curve", lambda ours: ours <= 6),
     "converged": Rule("every solve does", lambda ours: ours == 0, at_any_size=True),
-    "flat": Rule("from L = 64 on, over widths run at every depth, mean iterations vary by at most 1", lambda ours: ours <= 1),
-    "ReLU more": Rule("ReLU takes more iterations on average, over the same sizes", lambda ours: ours > 1),
+    "flat": Rule("from L=64 on, over widths run at every depth, mean iterations vary by at most 1", lambda ours: ours <= 1),
+    "ReLU more": Rule("more iterations on average, over the same sizes", lambda ours: ours > 1),
     "machine precision": Rule(
         "0.9 of the outputs within 10⁻⁶ (2-norm) of the loop's", lambda ours: ours >= 0.9, at_any_size=True
     ),

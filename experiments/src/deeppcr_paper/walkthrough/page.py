@@ -90,7 +90,7 @@ def tight(cell: str) -> str:
     >>> tight("63× (L = 16,384, w = 4: 8.18 ms)")
     '63× (L=16,384, w=4: 8.18 ms)'
     """
-    return re.sub(r"\b([wL]) ([=≈]) (?=\d)", r"\1\2", cell)
+    return re.sub(r"\b([wL]) ([=≈≥]) (?=\d)", r"\1\2", cell)
 
 
 def columns_of(checks: Sequence[Check]) -> dict[str, str]:
