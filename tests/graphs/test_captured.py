@@ -22,6 +22,7 @@ from deeppcr import (
 )
 from deeppcr.graphs.cache import captured_solves
 from deeppcr.newton.iteration import Iteration
+from deeppcr.sequence import Sequence
 from graphs.replayed import assert_same, is_replayed, twice, why_not
 from kernel_support import pairwise, thorough
 from problems import Generator, Problem, mlp, plain_loop, relative_error, resnet
@@ -187,6 +188,19 @@ class TestJacobians:
         assert_same(twice(lambda: deeppcr.solve(step, z0, weights, solver=Newton(**settings))), expected)
         scale = 0.9
         assert not is_replayed(deeppcr.solve(step, z0, weights, solver=Newton(**settings)))
+
+    def test_given_ones_are_not_derived(self, monkeypatch, device):
+        """A fixed number of iterations asks for a trace of the derivative, which takes longer than a replay: not of one that is given."""
+        derived = []
+        trace_derivative = Sequence.trace_derivative
+        monkeypatch.setattr(Sequence, "trace_derivative", lambda seq: (derived.append(1), trace_derivative(seq))[1])
+        given = GivenJacobian(lambda z: linear.Diagonal(-0.5 * torch.sin(z)), exact=True)
+        z0, settings = torch.ones(2, 3, device=device), {"chunk": 1, "stop": FixedIterations(2)}
+        for jacobian, count in ((given, 0), (DiagonalJacobian(), 3)):
+            newton = Newton(jacobian=jacobian, **settings)
+            solve = partial(deeppcr.solve, lambda z: 0.5 * torch.cos(z), z0, length=20, solver=newton)
+            assert is_replayed([solve() for _ in range(3)][-1])
+            assert len(derived) == count
 
     def test_wherever_the_memory_of_a_trace_lies(self, device):
         """What is made on the way is freed, and the trace of the Jacobian finds other tensors there."""

@@ -200,7 +200,8 @@ def _complete_trace(newton: Newton, sequence: Sequence) -> str | None:
     if trace.refusal is None:
         try:
             newton.jacobian.trace(sequence)
-            if newton.stop.fixed is not None:  # no residual shows then that derivatives are other ones
+            # No residual shows then that derivatives are other ones. Those that are given were traced, and tracing is dear.
+            if newton.stop.fixed is not None and not newton.jacobian.given:
                 sequence.trace_derivative()
         except Exception:  # if it fails without a trace too, its error says why
             return "its Jacobian cannot be traced"

@@ -94,16 +94,16 @@ def power(value: float, base: int) -> str:
 def plain(value: float, digits: int = 3) -> str:
     """So many digits at most, no exponent between a thousandth and ten thousand.
 
-    >>> plain(0.00042), plain(-0.5)
-    ('4.2·10⁻⁴', '−0.5')
+    >>> plain(0.00042), plain(-0.5), plain(9.96e-6)
+    ('4.2·10⁻⁴', '−0.5', '10⁻⁵')
     """
     if value < 0:
         return f"−{plain(-value, digits)}"
     if value == 0 or 1e-3 <= value < 1e4:
         return f"{value:.{digits}g}" if value < 1000 else f"{value:.0f}"
-    exponent = math.floor(math.log10(value))
-    lead = f"{value / 10**exponent:.{digits - 1}g}"
-    return f"{'' if lead == '1' else f'{lead}·'}10{superscript(exponent)}"
+    lead, exponent = f"{value:.{max(0, digits - 2)}e}".split("e")  # rounded before the exponent is read off
+    lead = f"{float(lead):g}"
+    return f"{'' if lead == '1' else f'{lead}·'}10{superscript(int(exponent))}"
 
 
 def signed(value: float) -> str:
