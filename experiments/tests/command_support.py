@@ -1,8 +1,15 @@
 """What the tests of the command share."""
 
+import sys
 from dataclasses import replace
 
 from deeppcr_paper import cli
+
+# Where the tests run in the background, a shell has told them to ignore Ctrl-C, and so what they start.
+_HEARS = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+_RUNS = "runpy.run_module('deeppcr_paper', run_name='__main__', alter_sys=True)"
+#: The command in a process of its own, that hears Ctrl-C as from a terminal.
+COMMAND = [sys.executable, "-c", _HEARS + _RUNS]
 
 
 def files(folder):

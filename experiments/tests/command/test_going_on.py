@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from command_support import fails_clearly, files, patch_measure
+from command_support import COMMAND, fails_clearly, files, patch_measure
 from deeppcr_paper import cli, experiment, lock, store
 
 
@@ -230,13 +230,9 @@ def test_a_cell_that_takes_long_goes_on_inside(run, tmp_path, monkeypatch):
 
 def test_ctrl_c_from_outside(tmp_path):
     """Of the command as a module, in a process of its own."""
-    # Where the tests run in the background, a shell may have told them to ignore Ctrl-C, and so what they start.
-    code = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); runpy.run_module('deeppcr_paper', run_name='__main__', alter_sys=True)"
-    line = ["reproduce", "mlp-timing", "--quick", "--device", "cpu", "--out", str(tmp_path)]
+    line = [*COMMAND, "reproduce", "mlp-timing", "--quick", "--device", "cpu", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *line], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while not list(tmp_path.glob(f"*{store.PARTIAL}")) and time.monotonic() < until:
         time.sleep(0.1)

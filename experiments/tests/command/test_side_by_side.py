@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from command_support import fails_clearly, files
+from command_support import COMMAND, fails_clearly, files
 from deeppcr_paper import cli, side_by_side, store
 from deeppcr_paper.experiment import OutOfTime, name_of
 
@@ -288,7 +288,7 @@ class Running:
             "--set",
             "window=1",
         ]
-        command = [sys.executable, "-m", "deeppcr_paper", "reproduce", *arguments, "--out", str(out), *more]
+        command = [*COMMAND, "reproduce", *arguments, "--out", str(out), *more]
         self.process = subprocess.Popen(
             command,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
