@@ -60,7 +60,7 @@ def _unpacked(level: int, operand: Tensor) -> tuple[Tensor, Tensor | None]:
     return forward_ad.unpack_dual(operand) if _functorch.maybe_get_level(operand) == level else (operand, None)
 
 
-def _halves(level: int, one: Tensor, other: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
+def _halves(level: int, one: Tensor, other: Any) -> tuple[Tensor, Tensor, Any, Any] | None:
     """Both values and both tangents, where one of them has one and the other has none."""
     if not _is_plain(other):
         return None
