@@ -29,7 +29,8 @@ def pushed_forward(function: Callable[[Tensor], Tensor], z: Tensor, tangent: Ten
         with _ByParts(_functorch.maybe_get_level(z)):
             return function(z)
 
-    return jvp(by_parts, (z,), (tangent,))
+    value, pushed, *_ = jvp(by_parts, (z,), (tangent,))
+    return value, pushed
 
 
 class _ByParts(TorchFunctionMode):
