@@ -10,6 +10,7 @@ import deeppcr
 from deeppcr import Newton, Result
 from deeppcr.graphs import record
 from deeppcr.ways import judged, plan
+from kernel_support import pairwise
 from problems import plain_loop
 from tape import Tape
 
@@ -111,9 +112,11 @@ def solved(*loop, **settings):
         return deeppcr.solve(*loop, **settings), told
 
 
-@pytest.mark.parametrize("solver", [Newton(), Newton(chunk=1), Newton(scale="local")], ids=["auto", "chunk 1", "local"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("name", HIDING)
+@pairwise(
+    name=HIDING.keys(),
+    dtype={"float32": torch.float32, "float64": torch.float64},
+    solver={"auto": Newton(), "chunk 1": Newton(chunk=1), "local": Newton(scale="local")},
+)
 def test_what_adds_up_unseen_is_left_to_the_loop_and_told(name, dtype, solver, device):
     step, loop, expected = looped(name, dtype, device)
     found, told = solved(step, *loop, solver=solver)
