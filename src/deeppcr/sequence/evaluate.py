@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp, vmap
+from torch.func import jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from ..runtime import as_written, in_functorch, is_out_of_memory, tensors_in
 from ..warned import catching_warnings
-from .forward_mode import pushed_forward
 from .layout import Layout
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
@@ -235,7 +234,7 @@ class StepGroup:
     def push_alone(self, state: Tensor, tangent: Tensor, x: Any) -> Tensor:
         """The Jacobian-vector product [B, D] of one step as the loop takes it, by forward mode."""
         with _FORWARD_MODE:
-            return pushed_forward(lambda z: self.call(z, x), state, tangent)[1]
+            return jvp(lambda z: self.call(z, x), (state,), (tangent,))[1]
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -350,16 +349,16 @@ def _hint(complaint: str, x: Any, dtype: torch.dtype) -> str:
 
 
 # Ways to get Jacobian-vector products of `call` at z [R, D] along tangents [K, R, D]: values [R, D], products [K, R, D].
-# Forward mode is the innermost transform: other nestings fail for recurrent cells.
+# jvp is the innermost transform: other nestings fail for recurrent cells.
 
 
 def _forward(call, z, tangents):
-    values, products, *_ = vmap(lambda t: pushed_forward(call, z, t))(tangents)
+    values, products, *_ = vmap(lambda t: jvp(call, (z,), (t,)))(tangents)
     return values[0], products  # the values do not depend on the tangent: all K of them are one (expanded) tensor
 
 
 def _forward_each(call, z, tangents):
-    values, products = zip(*(pushed_forward(call, z, t) for t in tangents), strict=True)
+    values, products = zip(*(jvp(call, (z,), (t,)) for t in tangents), strict=True)
     return values[0], torch.stack(products)
 
 
