@@ -84,7 +84,7 @@ def compile_for_hopper(kernel, signature: dict[str, str], constants: dict[str, i
 
     values = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values)
-    with mock.patch.object(CUDABackend, "make_cubin", lambda *_: b""):
+    with mock.patch.object(CUDABackend, "make_cubin", return_value=b""):
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
 
 
