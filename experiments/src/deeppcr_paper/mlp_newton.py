@@ -40,7 +40,7 @@ class Settings:
     activations: tuple[str, ...] = setting(("relu", "sigmoid"), choices=LAYERS)
     guesses: tuple[str, ...] = setting(GUESSES, choices=GUESSES)
     samples: int = 3
-    patience: float = 4.0
+    patience: float = 12.0
     seed: int = 0
 
 
