@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from unittest import mock
 
 import pytest
+import torch
 
 from deeppcr import runtime
 from deeppcr.ways import plan
@@ -17,6 +18,13 @@ __all__ = ["dry_run", "nothing_is_cold", "precision", "quick_interpreter", "sour
 def nothing_is_cold(monkeypatch):
     """What a solve does is not to depend on what tests before it have imported."""
     monkeypatch.setattr(plan, "_COLD", 0.0)
+
+
+@pytest.fixture
+def whole_float32():
+    """Of cuDNN, too, against which results are held."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 @pytest.fixture

@@ -259,10 +259,9 @@ def test_an_autoencoder_that_learnt_nothing_is_no_good(context):
 
 def test_a_network_that_was_cut_short(context, tmp_path):
     pixel_model(TRAINING, "digits", 4, True, context)
-    (whole,) = context.models.glob("pixel-*.safetensors")
-    path = tmp_path / whole.name
-    path.write_bytes(whole.read_bytes()[:-100])
-    with pytest.raises(PaperError, match=f"{path}: cut short"):
+    for whole in context.models.glob("pixel-*.safetensors"):  # and what other tests have trained
+        (tmp_path / whole.name).write_bytes(whole.read_bytes()[:-100])
+    with pytest.raises(PaperError, match=f"{tmp_path}.*: cut short"):
         pixel_model(TRAINING, "digits", 4, True, Context(context.device, models=tmp_path))
 
 

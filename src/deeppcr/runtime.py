@@ -317,19 +317,25 @@ class _Precision:
             self._before = None
             return
         wanted = "ieee" if any(wishes[-1] == "ieee" for wishes in self._wishes.values()) else "tf32"
-        if _told() != (wanted, wanted):
+        if _told() != (wanted,) * 3:
             self._before = self._before or _settings()
-            _set(("high" if wanted == "tf32" else "highest", wanted == "tf32"), (wanted, wanted))
+            _set(("high" if wanted == "tf32" else "highest", wanted == "tf32"), (wanted,) * 3)
 
 
 _precision = _Precision()
 
 
-def _told() -> tuple[str, str]:
-    return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+def _precisions() -> tuple[Any, ...]:
+    """What has the setting in the new way. The old one for cuDNN changes both of its own."""
+    backends: Any = torch.backends
+    return backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
 
 
-def _settings() -> tuple[tuple[str, bool] | None, tuple[str, str]]:
+def _told() -> tuple[str, ...]:
+    return tuple(each.fp32_precision for each in _precisions())
+
+
+def _settings() -> tuple[tuple[str, bool] | None, tuple[str, ...]]:
     """As they are: in the old way, None where PyTorch refuses to tell, and in the new one."""
     try:
         return (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32), _told()
@@ -337,10 +343,10 @@ def _settings() -> tuple[tuple[str, bool] | None, tuple[str, str]]:
         return None, _told()
 
 
-def _set(old: tuple[str, bool] | None, new: tuple[str, str]) -> None:
+def _set(old: tuple[str, bool] | None, new: tuple[str, ...]) -> None:
     if old is not None:
         with suppress(RuntimeError):
             torch.set_float32_matmul_precision(old[0])
             torch.backends.cudnn.allow_tf32 = old[1]
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    products.fp32_precision, convolutions.fp32_precision = new
+    for where, precision in zip(_precisions(), new, strict=True):
+        where.fp32_precision = precision

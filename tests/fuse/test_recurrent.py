@@ -17,14 +17,7 @@ from deeppcr.ways.fused import Call
 from kernel_support import error, thorough
 from recurrent_problems import leaves_of
 
-pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-
-
-@pytest.fixture(autouse=True)
-def whole_float32():
-    """Of cuDNN, too, against which results are held."""
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
+pytestmark = [pytest.mark.usefixtures("kernels", "whole_float32"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture

@@ -23,16 +23,11 @@ from recurrent_problems import (
     skip_where_pytorch_has_no_half_precision,
 )
 
+pytestmark = pytest.mark.usefixtures("whole_float32")
+
 FEW, ALL = 24, 200
 #: A GPU's kernels, whose sums have another order, are held to the tolerance of a solve.
 CLOSE = {"cpu": 1e-6, "cuda": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def whole_float32():
-    """Of cuDNN, too, against which results are held."""
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
 
 
 @pairwise(

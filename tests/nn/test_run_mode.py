@@ -22,6 +22,7 @@ def test_a_way_is_no_kind_of_cell(kind, way):
     assert module.run_mode == way
 
 
+@pytest.mark.usefixtures("whole_float32")
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_cell_of_another_kind_is_made_anew(reset, device):
     module, x = ours.RNN(3, 4, mode="parallel", device=device), torch.randn(30, 2, 3, device=device)
