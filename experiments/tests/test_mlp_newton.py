@@ -48,7 +48,9 @@ def test_chunks_take_less_memory(context):
     peaks = {name: entry["bytes"] for name, entry in record["peaks"].items()}
     assert peaks["printed"] > record["network_bytes"]  # at least one block for every layer
     assert peaks["chunk 16"] < peaks["printed"] / 2
-    if context.device.type == "cpu":  # a GPU's allocator gives each of the loop's states half a KiB, eight times what it needs
+    if (
+        context.device.type == "cpu"
+    ):  # a GPU's allocator gives each of the loop's states half a KiB, eight times what it needs
         assert peaks["loop"] < peaks["chunk 16"]
 
 
