@@ -112,6 +112,7 @@ def solved(*loop, **settings):
         return deeppcr.solve(*loop, **settings), told
 
 
+@pytest.mark.usefixtures("without_kernels")  # whose chunks are long: two of them are right after two passes. See fuse/test_hidden.py
 @pairwise(
     name=HIDING.keys(),
     dtype={"float32": torch.float32, "float64": torch.float64},
@@ -156,6 +157,7 @@ def test_gradients_of_a_hidden_derivative_are_those_of_the_loop(name, device):
     assert torch.allclose(*gradients, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("gradients", [False, True], ids=["states", "gradients"])
 @pytest.mark.parametrize("name", ["rounded_clock", "detached"])
 def test_by_default_it_is_the_loop(name, gradients, device, monkeypatch):
