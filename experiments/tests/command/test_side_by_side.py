@@ -133,19 +133,8 @@ def test_as_many_at_a_time_as_asked_for(run, tmp_path, made):
 
 
 def test_what_the_command_says_reaches_the_cells(run, tmp_path, made):
-    more = (
-        "--seed",
-        5,
-        "--only",
-        "guess=zeros",
-        "--models",
-        tmp_path / "elsewhere",
-        "--time-limit",
-        5,
-        "--device",
-        "cpu",
-    )
-    result = run(*GUESSES, *more, "--set", "rate=0.5", "--jobs", 2)
+    more = ("--seed", 5, "--only", "guess=zeros", "--models", tmp_path / "elsewhere", "--time-limit", 5)
+    result = run(*GUESSES, *more, "--set", "rate=0.5", "--jobs", 2, on="cpu")
     assert "2 cells as asked for by --only and --jobs" in result.output
     assert sorted(made.measured) == [f"L=16 guess=zeros iterations={n} seed=5" for n in (0, 3)]
     for context, settings in made.told:
