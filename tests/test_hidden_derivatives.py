@@ -112,7 +112,9 @@ def solved(*loop, **settings):
         return deeppcr.solve(*loop, **settings), told
 
 
-@pytest.mark.usefixtures("without_kernels")  # whose chunks are long: two of them are right after two passes. See fuse/test_hidden.py
+@pytest.mark.usefixtures(
+    "without_kernels"
+)  # whose chunks are long: two of them are right after two passes. See fuse/test_hidden.py
 @pairwise(
     name=HIDING.keys(),
     dtype={"float32": torch.float32, "float64": torch.float64},

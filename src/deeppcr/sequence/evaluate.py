@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vjp, vmap
+from torch.func import vjp, vmap
 from torch.utils import _pytree as pytree
 
 from ..runtime import as_written, in_functorch, is_out_of_memory, tensors_in
 from ..warned import catching_warnings
+from .forward_mode import pushed_forward
 from .layout import Layout
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
@@ -234,7 +235,7 @@ class StepGroup:
     def push_alone(self, state: Tensor, tangent: Tensor, x: Any) -> Tensor:
         """The Jacobian-vector product [B, D] of one step as the loop takes it, by forward mode."""
         with _FORWARD_MODE:
-            return jvp(lambda z: self.call(z, x), (state,), (tangent,))[1]
+            return pushed_forward(lambda z: self.call(z, x), state, tangent)[1]
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -278,9 +279,8 @@ class StepGroup:
         def one(z, x, t):
             return _DERIVATIVES[self.derivative](lambda state: self.call(state, x), z, t)
 
-        shared = tangents.shape[0] == 1
-        dims = (0, None if xs is None else 0, None if shared else 0)
-        return vmap(one, in_dims=dims)(previous, xs, tangents[0] if shared else tangents)
+        each = tangents.expand(previous.shape[0], -1, -1, -1)  # not shared: what is written in place has to be as large
+        return vmap(one, in_dims=(0, None if xs is None else 0, 0))(previous, xs, each)
 
     def _push_rowwise(self, previous: Tensor, tangents: Tensor, xs: Any) -> tuple[Tensor, Tensor]:
         steps, rows = previous.shape[:2]
@@ -349,16 +349,16 @@ def _hint(complaint: str, x: Any, dtype: torch.dtype) -> str:
 
 
 # Ways to get Jacobian-vector products of `call` at z [R, D] along tangents [K, R, D]: values [R, D], products [K, R, D].
-# jvp is the innermost transform: other nestings fail for recurrent cells.
+# Forward mode is the innermost transform: other nestings fail for recurrent cells.
 
 
 def _forward(call, z, tangents):
-    values, products, *_ = vmap(lambda t: jvp(call, (z,), (t,)))(tangents)
+    values, products, *_ = vmap(lambda t: pushed_forward(call, z, t))(tangents)
     return values[0], products  # the values do not depend on the tangent: all K of them are one (expanded) tensor
 
 
 def _forward_each(call, z, tangents):
-    values, products = zip(*(jvp(call, (z,), (t,)) for t in tangents), strict=True)
+    values, products = zip(*(pushed_forward(call, z, t) for t in tangents), strict=True)
     return values[0], torch.stack(products)
 
 
