@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import torch
 import triton
-from triton._C.libtriton import llvm
-from triton.backends.nvidia.compiler import CUDABackend
 
 from deeppcr import linear
 from deeppcr.linear.kernels import biquad, block_diagonal, dense, diagonal, lookback, recurrence
@@ -24,6 +21,7 @@ from deeppcr.nn import adjoint, forward
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
+from compiler_stages import compiled_up_to
 from hopper import HOPPER, source_for
 
 found: list[dict] = []
@@ -31,25 +29,6 @@ found: list[dict] = []
 EVERY = "all" in sys.argv
 already: set[tuple] = set()
 names: set[tuple] = set()
-
-
-@contextmanager
-def compiled_up_to(stage):
-    """Up to "ttir" the compiler has read a kernel, which is what refuses most; up to "llir" it knows its shared memory; what comes then, LLVM's
-    optimiser, PTX and the assembler, refuses nothing that was written here."""
-    stages = {"ttir": ("ttgir", "llir", "ptx", "cubin"), "llir": ("ptx", "cubin"), "all": ()}[stage]
-
-    def left_out(source, metadata, *_):
-        metadata.setdefault("shared", 0)
-        metadata["name"] = "left out"
-        return b""
-
-    with ExitStack() as stack:
-        for each in stages:
-            stack.enter_context(mock.patch.object(CUDABackend, f"make_{each}", staticmethod(left_out)))
-        if stages:
-            stack.enter_context(mock.patch.object(llvm, "optimize_module"))
-        yield
 
 
 def compile_for(kernel, arguments, constants, options):
