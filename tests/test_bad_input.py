@@ -37,6 +37,7 @@ def step(z, x):
         (lambda: solve(torch.sin, ONES, length=0), ValueError, "length: at least one step"),
         (lambda: solve(torch.sin, ONES), ValueError, "length: there are no xs"),
         (lambda: solve(torch.sin, ONES, length=2.0), TypeError, "length: expected an int, got float"),
+        (lambda: solve(torch.sin, ONES, length=torch.tensor(True)), TypeError, "length: expected an int, got bool"),
         (lambda: solve(torch.sin, ONES, length=True), TypeError, "length: expected an int, got bool"),
         (lambda: solve(step, ONES, torch.tensor(1.0)), ValueError, "xs: expected .* without dimensions"),
         (lambda: solve(step, ONES, [1.0, 2.0]), TypeError, r"xs\[0\]: expected a tensor"),

@@ -259,6 +259,8 @@ def test_settings_are_checked():
         ({"max_iterations": 0}, "max_iterations"),
         ({"atol": -1.0}, "atol"),
         ({"rtol": float("nan")}, "rtol"),
+        ({"rtol": True}, "rtol"),
+        ({"rtol": 2.0}, "below 1"),
         ({"shrink": 1.5}, "shrink"),
     ):
         with pytest.raises(ValueError, match=name):

@@ -1,5 +1,7 @@
 """Which way a solve goes where nobody says it: what records of earlier ones choose."""
 
+import sys
+
 import pytest
 import torch
 
@@ -182,6 +184,48 @@ def test_a_probe_looks_once_and_not_at_short_loops(length, asked, monkeypatch):
     assert seen == asked
     assert gave_up.count(True) == len(asked)
     assert record.seconds == ({"loop": 25.0} if asked else {})
+
+
+def related(key, length, relation="pendulum"):
+    return plan.record_of(key, (length, 4, 2), torch.device("cpu"), False, lambda: relation)
+
+
+@pytest.fixture
+def forgotten():
+    plan.forget_records()
+    yield
+    plan.forget_records()
+
+
+def test_what_did_not_work_is_not_tried_by_every_related_kind(forgotten):
+    """Of other lengths, rows, or numbers in a closure: each would take twice as long as the loop, for ever."""
+    first, tried = related("first", 6000), []
+    for way, seconds in (("loop", 1.0), ("newton", 1.2)):
+        first.took(way, seconds)
+    first.bar("newton", "did not converge")
+    for number in range(40):
+        record = related(number, 6000 + 10 * number)
+        record.took("loop", 1.0)
+        if record.choose()[0] == "newton":
+            tried.append(number)
+            record.took("newton", 1.2)
+            record.bar("newton", "did not converge")
+    assert tried == [7, 23]  # after as many as of one kind, and then twice as many
+    assert related("much shorter", 100).barred == {}
+    assert related("another step", 6000, relation="filter").barred == {}
+
+
+def test_what_took_longer_is_not_tried_by_every_related_kind(forgotten):
+    for key, seconds, barred in (("slow", 1.5, ["newton"]), ("quick", 0.5, [])):
+        first = related(key, 6000, relation=key)
+        first.took("loop", 1.0)
+        first.took("newton", seconds)
+        assert list(related(f"{key} too", 5900, relation=key).barred) == barred
+
+
+def test_what_is_hopeless_stays_so(forgotten):
+    related("first", 6000).bar("newton", "steps can only be called one by one", for_good=True)
+    assert related("other", 6001).barred["newton"].until == sys.maxsize
 
 
 def test_kinds_whose_keys_have_one_hash_are_two():

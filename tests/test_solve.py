@@ -397,3 +397,11 @@ def test_of_no_rows_no_step_is_taken(device):
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, dtype=torch.float64, device=device) for _ in range(3))
     deeppcr.solve(layers, z0.double()).states.sum().backward()
     assert all(leaf.grad is not None and not leaf.grad.any() for leaf in layers.parameters())
+
+
+def test_a_length_that_a_tensor_holds_is_that_length(device):
+    """Also in how a solve goes: by default as the loop, which is not to be looked for in the length's type."""
+    lengths = (20, torch.tensor(20), torch.tensor(20, device=device))
+    found = [deeppcr.solve(torch.cos, torch.ones(3, device=device), length=length) for length in lengths]
+    assert {each.result for each in found} == {found[0].result}
+    assert all(torch.equal(each.states, found[0].states) for each in found)

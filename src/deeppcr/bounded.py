@@ -75,15 +75,13 @@ class Bounded:
 class Hashed:
     """A key of many parts: they are gone through once, not whenever something is looked up."""
 
-    __slots__ = ("_hash", "_parts")
+    __slots__ = ("_hash", "parts")
 
     def __init__(self, *parts: Hashable):
-        self._parts, self._hash = parts, hash(parts)
+        self.parts, self._hash = parts, hash(parts)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Hashed) and self._hash == other._hash and self._parts == other._parts
-        )
+        return self is other or (isinstance(other, Hashed) and self._hash == other._hash and self.parts == other.parts)

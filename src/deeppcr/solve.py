@@ -138,6 +138,8 @@ def solve(
     run: Any = _explained
     if torch.compiler.is_compiling():
         run = outside_of_graph(run, "deeppcr.solve looks at values to decide when to stop")
+    if isinstance(length, Tensor) and length.ndim == 0 and not length.is_floating_point():
+        length = length.item()  # which is read anyway; find_length refuses what is none
     return run((step, z0, xs, length, batch_dims), lengths, keep, solver, guess, gradient, on_failure, mesh)
 
 

@@ -33,6 +33,23 @@ def test_a_hook_on_a_tensor(weights, device):
     assert deeppcr.solve(clipped, z0.detach(), weights, solver=deeppcr.Newton()).result is deeppcr.Result.CONVERGED
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_is_put_into_the_data_of_a_tensor(gradients, device):
+    """As a bound on the size of weights does it. Under PyTorch's transforms the process would end, of which no error tells."""
+    weight = torch.nn.Parameter(torch.eye(3, device=device), requires_grad=gradients)
+
+    def bounded(z, x):
+        weight.data = torch.renorm(weight.data, 2, 0, 0.5)
+        return torch.tanh(z @ weight) + x
+
+    z0, xs = torch.ones(2, 3, device=device), torch.ones(50, 2, 3, device=device)
+    for solver in (deeppcr.Newton(), deeppcr.Picard()):
+        with pytest.raises(StepError, match=r"\.data of one"):
+            deeppcr.solve(bounded, z0, xs, solver=solver)
+    assert [finding.kind for finding in deeppcr.check(bounded, z0, xs)] == ["error"]
+    assert deeppcr.solve(bounded, z0, xs).result is deeppcr.Result.LOOP
+
+
 @pytest.mark.parametrize("where", ["outside", "inside", "all"])
 def test_a_hook_on_a_module(where, device):
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).to(device)

@@ -68,8 +68,11 @@ class Newton:
         if not isinstance(self.max_iterations, int) or self.max_iterations < 1:
             raise ValueError(f"max_iterations: expected a whole number from 1, got {self.max_iterations!r}")
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
-            if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 <= value < math.inf):
                 raise ValueError(f"{name}: expected a number from 0, got {value!r}")
+        if self.rtol is not None and self.rtol >= 1:
+            raise ValueError(f"rtol: expected a part of the states' size, below 1, got {self.rtol!r}")
         if not self.atol and self.rtol == 0:
             raise ValueError("atol, rtol: not both 0: no update is smaller than nothing")
         if self.scale not in ("largest", "local"):

@@ -90,6 +90,18 @@ def structure_of(function: Callable[..., Any]) -> tuple[Hashable, list[Tensor]]:
     return tuple(_marks(function, place)), tensors
 
 
+def without_numbers(structure: Hashable) -> Hashable:
+    """A structure as it is whatever the fractions in it are.
+
+    >>> of = lambda rate: structure_of(lambda z: rate * z)[0]
+    >>> of(0.3) == of(0.4), without_numbers(of(0.3)) == without_numbers(of(0.4))
+    (False, True)
+    """
+    if not isinstance(structure, tuple):
+        return structure
+    return float if structure[:1] == (float,) else tuple(map(without_numbers, structure))
+
+
 def _marks(function: Callable, place: Callable[[Tensor], Hashable]) -> list[Hashable]:
     """Of everything that a function reaches; of tensors, what ``place`` gives."""
     walk = Walk(function)

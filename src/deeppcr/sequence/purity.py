@@ -338,6 +338,8 @@ _NOT_CALLED = (
 )
 
 
+#: What an assignment comes to.
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 #: Raised by PyTorch inside of ``AsDifferentiated``.
 _SAVES = (
     "step: changes how tensors are saved for the backward pass (torch.utils.checkpoint with use_reentrant=False, save_on_cpu), which "
@@ -346,14 +348,27 @@ _SAVES = (
 )
 
 
-class AsDifferentiated(TorchFunctionMode):
-    """Inside, a hook on the gradient of a tensor is refused, and one on what is saved for it.
+class AsTransformed(TorchFunctionMode):
+    """Inside, what would end the process under a transform of PyTorch's is refused.
 
     Attributes:
-        switches_off: whether a part ran without gradients, of which forward mode knows nothing
+        switches_off: whether a part ran without gradients, of which forward mode knows nothing; where gradients are on
     """
 
     switches_off: bool = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and not is_lazy(args[0]):  # those are made in the first call
+            raise StepError(
+                "step: puts another tensor into the .data of one, which PyTorch does not survive where a step is differentiated. Change "
+                "it before the solve, let the step use what is computed (weight = renorm(weight)), or use solver=Loop()"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class AsDifferentiated(AsTransformed):
+    """Inside, a hook on the gradient of a tensor is refused, too, and one on what is saved for it."""
+
     _saving: AbstractContextManager[Any]
 
     def __enter__(self) -> Self:
@@ -375,7 +390,7 @@ class AsDifferentiated(TorchFunctionMode):
         if func is Tensor.register_hook and getattr(args[1], "__module__", None) != "torch.autograd.graph":
             raise StepError(f"step: registers a hook on the gradient of a tensor, {_NOT_CALLED}")
         self.switches_off |= func is torch._C._set_grad_enabled and not args[0]
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def refuse_hooked(roots: Iterable[nn.Module]) -> None:

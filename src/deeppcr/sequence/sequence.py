@@ -20,7 +20,7 @@ from ..runtime import has_tangent, is_capturing, tensors_in, version_of
 from .evaluate import StepError, StepGroup, entry_of, vmap_over_steps
 from .history import WithHistory
 from .layout import Layout, hint_of_array, hint_of_batch_first, note_call
-from .purity import AsDifferentiated, Purity, changes_in_place, refuse_hooked
+from .purity import AsDifferentiated, AsTransformed, Purity, changes_in_place, refuse_hooked
 from .rows import Rowwise, check_fold, check_rows, differs_from
 from .stack import LISTS, group_callables
 from .trace import Trace
@@ -90,7 +90,7 @@ class Sequence:
         first = None
         # What a stand-in says is not for the caller, who knows of none: the modules themselves say the same, or do it.
         said = suppress(Exception) if stand_ins else nullcontext()
-        with said, AsDifferentiated() if differentiated else nullcontext() as seen:
+        with said, AsDifferentiated() if differentiated else AsTransformed() if watched else nullcontext() as seen:
             first = self._take_first_step(xs)
         if first is None:
             self._begin_alone(step, z0, xs, length, batch_dims, traced=traced)

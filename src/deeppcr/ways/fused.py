@@ -6,6 +6,7 @@ The first solve by kernels is held against the step itself in all of its steps; 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from ..newton import USUAL, Newton
 from ..runtime import has_kernels, is_elsewhere, is_transformed
 from ..sequence import Rowwise
 from ..sequence.evaluate import entry_of
-from ..sequence.fingerprint import structure_of
+from ..sequence.fingerprint import structure_of, without_numbers
 from ..sequence.history import WithHistory
 from ..sequence.layout import Layout
 from ..sequence.stack import LISTS, as_one_step
@@ -105,6 +106,11 @@ class Call:
             structure, self.reached = structure_of(self.step)
             self._key = Hashed(structure, self.signature)
         return self._key
+
+    @property
+    def relation(self) -> Hashable:
+        """What it has in common with solves whose step has other numbers, or is taken by other rows."""
+        return without_numbers(self.key.parts[0]), self.sizes[2]
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ things, and to time it on a GPU would be to wait for it.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Hashable
@@ -175,6 +176,17 @@ class Record:
         self.barred[way] = Bar(why, wait, min(self.solves + wait, sys.maxsize))
         self.seconds.pop(way, None)
 
+    def learn(self, before: Record) -> None:
+        """Of a kind that has just come from a related one, which differs in numbers, rows or a few steps: where a parallel solve does not pay,
+        not every new kind is to try one anew."""
+        bar = before.barred.get("newton")
+        measured = {"newton", "loop"} <= before.seconds.keys()
+        if bar is None and measured and before.total("newton") > before.total("loop"):
+            bar = Bar(before.told("newton"), _PATIENCE, before.last["newton"] + _PATIENCE)
+        if bar is not None:
+            until = bar.until if bar.until == sys.maxsize else max(0, bar.until - before.solves)
+            self.barred["newton"] = Bar(bar.why, bar.wait, until)
+
     def expected_newton(self, loop: float, iterations: int = _EXPECTED) -> float:
         """Roughly the seconds of a parallel solve without kernels, if it converges, where the loop takes so many; forward."""
         in_loop, at_once, each_number = _OPERATION.get(self.device, _OPERATION["cpu"])
@@ -254,18 +266,33 @@ def now(device: torch.device) -> float:
 
 
 _records = Bounded(_MOST_KINDS)
+#: Of related kinds the one that came last.
+_latest = Bounded(_MOST_KINDS)
 
 
-def record_of(key: Hashable, sizes: tuple[int, int, int], device: torch.device, differentiated: bool) -> Record:
+def record_of(
+    key: Hashable,
+    sizes: tuple[int, int, int],
+    device: torch.device,
+    differentiated: bool,
+    relation: Callable[[], Hashable] | None = None,
+) -> Record:
     """What is known of a kind: of solves of so many steps that differ in numbers only, with gradients or without.
 
     Args:
         sizes: L, B and D
+        relation: what related kinds have in common; where that is given, a new kind begins with what the last of them, of about as many
+            steps, knows of ways that do not pay
     """
     kind = (key, sizes[0], differentiated)
     found = _records.get(kind)
     if found is None:
         found = Record(device.type, sizes, differentiated)
+        if relation is not None:
+            related = (relation(), round(math.log2(sizes[0])), device, differentiated)
+            if (before := _latest.get(related)) is not None:
+                found.learn(before)
+            _latest.put(related, found)
         _records.put(kind, found)
     return found
 
@@ -273,6 +300,7 @@ def record_of(key: Hashable, sizes: tuple[int, int, int], device: torch.device, 
 def forget_records() -> None:
     """Let go of what solves took."""
     _records.clear()
+    _latest.clear()
 
 
 def written(seconds: float) -> str:

@@ -156,7 +156,7 @@ class Planned:
     @cached_property
     def record(self) -> Record:
         call = self.call
-        return record_of(call.key, call.sizes, call.states[0].device, call.differentiated)
+        return record_of(call.key, call.sizes, call.states[0].device, call.differentiated, lambda: call.relation)
 
     def _by_kernels(self) -> Solution | None:
         found = solve_fused(self.call, USUAL, None, every=self.call.every)
