@@ -28,7 +28,7 @@ PROBED, _WARM = 6, 2
 #: So many seconds a loop must take for a parallel solve without kernels to be tried, by type of device; or all loops of its kind so far, if
 #: each takes so many. And the seconds that an operation takes in a loop, in a parallel solve, and for each number of it.
 _WORTH_NEWTON, _WORTH_AGAIN = {"cuda": 0.05, "cpu": 0.1}, {"cuda": 0.005}
-_OPERATION = {"cuda": (10e-6, 3e-6, 5e-12), "cpu": (5e-6, 80e-6, 1e-9)}
+_OPERATION = {"cuda": (10e-6, 3e-6, 5e-12), "cpu": (5e-6, 50e-6, 1e-9)}
 #: A backward pass takes so many times as long as the forward pass with a graph for gradients: of a loop, and of a parallel solve. On a CPU
 #: that was 0.7 to 1.4 and 0.1 to 0.8 for recurrent cells and layers of 4 to 32 numbers; on an H200, of MLPs (README.md), 2.5 to 3.2 and
 #: 0.4 to 0.8.
@@ -42,7 +42,7 @@ _DOUBTED = 8.0
 _PAYS = 0.7
 #: Iterations that are expected, each of which takes up to so many dependent evaluations of a step, values and tangents.
 _EXPECTED, _EVALUATIONS = 6, 32
-#: Each takes so many times as long as that (1.6 to 2.7 on a CPU, over eleven of the loops of ``benchmarks/loop_steps.py``; those that
+#: Each takes so many times as long as that (1.2 to 2.8 on a CPU, over thirteen of the loops of ``benchmarks/loop_steps.py``; those that
 #: converged took 2 to 5, so that the estimate of a whole solve holds).
 _ITERATION = 2.0
 #: So many for kernels to be made for a kind that comes again, and for one that comes for the first time: making them takes seconds.
