@@ -85,6 +85,35 @@ def test_like_jvp(operation, constant, device):
     assert_same(lambda z: OPERATIONS[operation](z, c), z, tangent, ways=slice(2, 3))
 
 
+IN_PLACE = {
+    "times a constant": lambda y, c: y.mul_(c),
+    "plus the state": lambda y, c: y.add_(c * 2),
+    "relu": lambda y, c: functional.relu(y, inplace=True),
+    "a column": lambda y, c: y[:, 1].mul_(3.0),
+    "a number": lambda y, c: y.__setitem__((slice(None), 1), 2.0),
+    "another": lambda y, c: y.copy_(c),
+}
+
+
+@pytest.mark.parametrize("written", IN_PLACE)
+@pytest.mark.parametrize("operation", [*OPERATIONS, "linear"])
+def test_what_is_written_in_place_changes_nothing_else(operation, written, device):
+    """Neither what the operation was given, nor, where that is written to, what it gave."""
+    make = OPERATIONS.get(operation, lambda z, c: functional.linear(z, torch.eye(4, device=z.device), c[0]))
+    z, tangent, c = (numbers(2, 4).to(device) for _ in range(3))
+    for constant in (c,) if operation == "linear" else (c, c[0, 0], 0.5, 1, 0):
+        for of_result in (True, False):
+
+            def step(z, constant=constant, of_result=of_result):
+                given = z * 1.5 + c
+                found = make(given, constant)
+                IN_PLACE[written](found if of_result else given, c)
+                return found * 2 + given
+
+            if isinstance(constant, torch.Tensor) or not operation.startswith("c"):
+                assert_same(step, z, tangent, ways=slice(0, 1))
+
+
 @pytest.mark.parametrize("bias", [None, numbers(3)], ids=["without", "bias"])
 def test_linear_layers(bias, device):
     weight, bias = numbers(3, 4).to(device), None if bias is None else bias.to(device)

@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 
 _functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
 _aten = torch.ops.aten
+_NUMBERS = (int, float)  # and no bool, which PyTorch does not subtract
 
 
 def pushed_forward(function: Callable[[Tensor], Tensor], z: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +102,7 @@ class _Elementwise:
         if more or not _is_plain(one):
             return None
         a, along_a = _unpacked(level, one)
-        if isinstance(other, (int, float)):
+        if type(other) in _NUMBERS:
             return None if along_a is None else self.by_number(one, other)
         if not _is_plain(other):
             return None
@@ -122,13 +123,16 @@ def _as_large(tangent: Tensor, other: Tensor, value: Tensor) -> Tensor:
 
 _product = _Elementwise(_aten.mul.Scalar, torch.mul, lambda t, b, _: t * b, lambda t, a, _: t * a)
 _sum = _Elementwise(_aten.add.Scalar, torch.add, _as_large, _as_large)
-_difference = _Elementwise(_aten.sub.Scalar, torch.sub, _as_large, lambda t, a, value: _as_large(-t, a, value))
+#: Of "sub.Scalar" PyTorch hands on the tangent itself: what is then written in place would change that of the state.
+_difference = _Elementwise(
+    lambda one, other: _aten.add.Scalar(one, -float(other)), torch.sub, _as_large, lambda t, a, value: _as_large(-t, a, value)
+)
 _quotient = _Elementwise(_aten.div.Scalar, torch.div, lambda t, b, _: t / b, None)
 
 
 def _quotient_of_number(level: int, one: Any, number: Any, *more: Any) -> Tensor | None:
     """As ``Tensor.__rdiv__`` has it."""
-    if more or not isinstance(number, (int, float)) or not _is_plain(one) or _unpacked(level, one)[1] is None:
+    if more or type(number) not in _NUMBERS or not _is_plain(one) or _unpacked(level, one)[1] is None:
         return None
     return _aten.mul.Scalar(one.reciprocal(), number)
 
