@@ -16,8 +16,8 @@ pytest.register_assert_rewrite(
     "fuse.compared", "linear.conformance", "linear.reference", "nn.kernels.modules", "nn.kernels.plain"
 )
 
-# A program by itself, whose Triton does not interpret: see test_compile.py.
-collect_ignore = ["tests/kernel_compiler.py"]
+# A program by itself, whose Triton does not interpret (see test_compile.py), and what only such programs import.
+collect_ignore = ["tests/kernel_compiler.py", "tests/compiler_stages.py"]
 
 # The tensors are small: more threads only wait for each other, and the tests run side by side anyway.
 torch.set_num_threads(1)
