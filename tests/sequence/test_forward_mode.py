@@ -120,6 +120,8 @@ def test_linear_layers(bias, device):
     z, tangent = numbers(2, 4).to(device), numbers(2, 4).to(device)
     assert_same(lambda z: functional.linear(z, weight, bias), z, tangent)
     assert_same(lambda z: functional.linear(z, z[:1].expand(3, 4), bias), z, tangent)
+    assert_same(lambda z: functional.linear(z, weight, z[0, :3]), z, tangent)
+    assert_same(lambda z: functional.linear(weight, z[:, :4], z[0, :2]), z, tangent)
 
 
 def changed_in_place(z, c):
