@@ -125,7 +125,10 @@ _product = _Elementwise(_aten.mul.Scalar, torch.mul, lambda t, b, _: t * b, lamb
 _sum = _Elementwise(_aten.add.Scalar, torch.add, _as_large, _as_large)
 #: Of "sub.Scalar" PyTorch hands on the tangent itself: what is then written in place would change that of the state.
 _difference = _Elementwise(
-    lambda one, other: _aten.add.Scalar(one, -float(other)), torch.sub, _as_large, lambda t, a, value: _as_large(-t, a, value)
+    lambda one, other: _aten.add.Scalar(one, -float(other)),
+    torch.sub,
+    _as_large,
+    lambda t, a, value: _as_large(-t, a, value),
 )
 _quotient = _Elementwise(_aten.div.Scalar, torch.div, lambda t, b, _: t / b, None)
 
