@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Self
@@ -319,7 +319,9 @@ class _Precision:
         wanted = "ieee" if any(wishes[-1] == "ieee" for wishes in self._wishes.values()) else "tf32"
         if _told() != (wanted,) * 3:
             self._before = self._before or _settings()
-            _set(("high" if wanted == "tf32" else "highest", wanted == "tf32"), (wanted,) * 3)
+            old = ("high" if wanted == "tf32" else "highest", wanted == "tf32")
+            told = [each is not None for each in self._before[0]]
+            _set(tuple(each if known else None for each, known in zip(old, told, strict=True)), (wanted,) * 3)
 
 
 _precision = _Precision()
@@ -335,18 +337,22 @@ def _told() -> tuple[str, ...]:
     return tuple(each.fp32_precision for each in _precisions())
 
 
-def _settings() -> tuple[tuple[str, bool] | None, tuple[str, ...]]:
-    """As they are: in the old way, None where PyTorch refuses to tell, and in the new one."""
-    try:
-        return (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32), _told()
-    except RuntimeError:
-        return None, _told()
+def _settings() -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """As they are: in the old way, each by itself, None where PyTorch refuses to tell, and so leaves it alone; and in the new one."""
+    old: list[Any] = []
+    for ask in (torch.get_float32_matmul_precision, lambda: torch.backends.cudnn.allow_tf32):
+        try:
+            old.append(ask())
+        except RuntimeError:
+            old.append(None)
+    return tuple(old), _told()
 
 
-def _set(old: tuple[str, bool] | None, new: tuple[str, ...]) -> None:
-    if old is not None:
-        with suppress(RuntimeError):
-            torch.set_float32_matmul_precision(old[0])
-            torch.backends.cudnn.allow_tf32 = old[1]
+def _set(old: tuple[Any, ...], new: tuple[str, ...]) -> None:
+    products, cudnn = old
+    if products is not None:
+        torch.set_float32_matmul_precision(products)
+    if cudnn is not None:
+        torch.backends.cudnn.allow_tf32 = cudnn
     for where, precision in zip(_precisions(), new, strict=True):
         where.fp32_precision = precision

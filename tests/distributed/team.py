@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -114,7 +115,8 @@ class Team:
     def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             if process.is_alive():
-                pipe.send(None)
+                with suppress(BrokenPipeError):  # it has just ended
+                    pipe.send(None)
         for process in self.processes:
             process.join(10)
             if process.is_alive():

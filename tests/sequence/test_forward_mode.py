@@ -310,7 +310,9 @@ def test_inference_tensors(device):
     with torch.inference_mode():
         c = numbers(2, 4).to(device)
         z, tangent = (numbers(2, 4).to(device) for _ in range(2))
-        assert_same(lambda z: (z * c + c) / c - 1, z, tangent)
+        assert_same(
+            lambda z: (z * c + c) / c - 1, z, tangent, slice(1)
+        )  # under vmap PyTorch 2.11 has no forward mode here
     z, tangent = (numbers(2, 4).to(device) for _ in range(2))
     assert_same(lambda z: (z * c + c) / c - 1, z, tangent)
 
