@@ -3,6 +3,7 @@
 import warnings
 from itertools import count
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,46 @@ from deeppcr.sequence.evaluate import RandomStep
 from problems import CONTRACTING, Generator, gru, plain_loop
 
 Z0 = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Layer(nn.Module):
+    """One of them may be special."""
+
+    special: nn.Module | None = None
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, z):
+        found = torch.tanh(self.linear(z))
+        return -found if self is Layer.special else found
+
+
+def test_of_a_list_every_module_is_compared(monkeypatch):
+    layers = [Layer() for _ in range(20)]
+    assert check(layers, Z0) == []
+    for place in (0, 7, 19):
+        monkeypatch.setattr(Layer, "special", layers[place])
+        (finding,) = check(layers, Z0)
+        assert finding.kind in (
+            "evaluation",
+            "slow",
+        )  # a solve sees the first and the last itself, and calls them one by one
+    monkeypatch.setattr(Layer, "special", layers[7])
+    (finding,) = check(layers, Z0)
+    assert finding.kind == "evaluation"
+    assert "entry 7" in finding.message
+
+
+@pytest.mark.parametrize("declare", [lambda step: step, deeppcr.rowwise])
+def test_a_step_without_a_derivative(declare):
+    """NumPy's operations have none."""
+    xs = torch.randn(10, 3, 4, dtype=torch.float64)
+    messages = [
+        each.message for each in check(declare(lambda z, x: torch.from_numpy(np.tanh((z + x).numpy()))), Z0, xs)
+    ]
+    assert any("cannot be differentiated" in each and "NumPy" in each for each in messages)
 
 
 def kinds(*args, **settings):

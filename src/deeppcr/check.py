@@ -22,6 +22,7 @@ from .sequence.lengths import up_to
 from .sequence.purity import close
 from .sequence.rows import find_influence, rounding_of, shares
 from .sequence.sequence import find_length
+from .sequence.stack import LISTS
 from .sequence.trace import coarser_products
 from .solve import has_no_rows, refuse_given
 from .tolerance import Tolerance, default_tolerance
@@ -97,7 +98,16 @@ def check(
     refuse_not_finite(z0, infinities=True)
     held = not_finite_in(z0)
     alone = () if held is None else (Finding("not finite", starts_the_loop_alone(held)),)
+    odd = sequence.odd_one(step) if isinstance(step, LISTS) else None
+    if odd is not None:
+        return [*alone, Finding("evaluation", _ODD_ONE.format(odd))]
     return [*alone, *_inputs_are_numbers(sequence, xs), *_look_at(sequence, _spread(sequence, steps), jacobian)]
+
+
+_ODD_ONE = (
+    "entry {} of the list does something else than another of its kind does with its parameters and buffers, as where a module asks which "
+    "one it is. A solve compares four of a kind, so that it may not notice: give that one a class or an attribute of its own, or use Loop()"
+)
 
 
 @torch.no_grad()
@@ -290,8 +300,9 @@ def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor])
         tangents = torch.stack([tangent, cotangent]).unsqueeze(0)
         try:
             _, every = sequence.push(state.expand(len(together), *state.shape), tangents, together)
-        except StepError:
-            return  # no derivative, which the solve says where it needs one
+        except StepError as error:
+            yield Finding("derivative", str(error))
+            return
         pushed = every[index - first, 0]
         with torch.enable_grad(), catching_warnings():
             warnings.simplefilter("ignore")  # of steps that look at values

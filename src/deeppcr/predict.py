@@ -306,7 +306,7 @@ def _growths(taken: list[tuple[Tensor, Tensor]]) -> Tensor:
     """
     last, growths = taken[-1][1], []
     generator = torch.Generator().manual_seed(0)  # which leaves the caller's random numbers alone
-    cotangent = torch.randn(last.shape, generator=generator).to(last)
+    cotangent = torch.randn(last.shape, generator=generator, device="cpu").to(last)
     for before, after in reversed(taken):
         cotangent = cotangent / cotangent.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(last.dtype).tiny)
         found = None

@@ -122,7 +122,7 @@ def test_the_loop_takes_modules_that_keep_what_they_like():
 def test_what_a_later_step_sets_for_good_is_taken_once_it_is_set(gradient):
     kept, linear, z0 = KeepsItsWeight(), nn.Linear(4, 4), torch.randn(3, 4)
     steps = [lambda z: linear(z)] + [lambda z, i=i: kept(z) * (1 + i / 10) for i in range(4)]
-    with pytest.raises(StepError, match=r"keeps 'weight'.*set by a call before the solve"):
+    with pytest.raises(StepError, match=r"keeps 'weight'.*call the step once before the solve"):
         solve(steps, z0, gradient=gradient)
     kept.weight = None
     kept(z0)
@@ -171,7 +171,7 @@ def test_an_embedding_that_scales_its_rows_is_taken_once_it_no_longer_does():
         return 0.5 * torch.tanh(z) + table(x)
 
     loop = solve(step, Z0, xs, solver=deeppcr.Loop())  # which has scaled all rows
-    with pytest.raises(StepError, match=r"changes the parameter 'weight' of a Embedding in place.*before the solve"):
+    with pytest.raises(StepError, match=r"changes the parameter 'weight' of an Embedding in place.*before the solve"):
         solve(step, Z0, xs)
     table.max_norm = None
     assert relative_error(solve(step, Z0, xs).states, loop.states) < 1e-5
@@ -189,7 +189,7 @@ def test_what_the_first_call_of_a_later_module_makes_is_left_to_the_loop():
             return torch.tanh(self.linear(z)) * self.mask
 
     layers = [nn.Tanh(), *(Masking() for _ in range(3))]
-    with pytest.raises(StepError, match=r"a Masking keeps 'mask'.*let the loop set it once: solver=Loop\(\)"):
+    with pytest.raises(StepError, match=r"a Masking keeps 'mask'.*use solver=Loop\(\)"):
         solve(layers, Z0)
     loop = solve(layers, Z0, solver=deeppcr.Loop())
     assert relative_error(solve(layers, Z0).states, loop.states) < 1e-5

@@ -246,6 +246,35 @@ def test_operations_in_place_where_steps_share_a_tangent(device):
         torch.testing.assert_close(each.reshape(z.shape), other)
 
 
+class Doubled(torch.autograd.Function):
+    """Without forward mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z):
+        return 2 * z
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, given):
+        return 2 * given
+
+
+@pytest.mark.parametrize(
+    ("step", "shared"), [(torch.tanh, True), (lambda z: (z + 1).mul_(z), False), (lambda z: Doubled.apply(z) / 3, True)]
+)
+def test_tangents_are_shared_where_that_goes(step, shared, device):
+    """A linear layer then multiplies those of one step, not of all. Reverse mode shares them, whatever forward mode tried before."""
+    group = StepGroup(step, None, Layout.of(torch.ones(5, 4), None))
+    group.push(numbers(2, 5, 4).to(device), torch.ones(1, 1, 5, 4, device=device), slice(0, 2))
+    assert group._shares_tangents is shared
+    assert group.way == "vmap"
+
+
 @pytest.mark.parametrize("operation", ["z * c", "z + c", "z - c", "c - z", "z / c", "c / z"])
 def test_a_tangent_without_dimensions_keeps_its_dtype(operation, device):
     z, tangent = numbers().to(device), numbers().to(device)

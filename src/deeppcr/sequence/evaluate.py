@@ -125,6 +125,7 @@ class StepGroup:
         self.notes: list[str] = []
         self._heard: set[str] = set()
         self._falls_back = False  # torch.vmap has no rule for an operation
+        self._shares_tangents = True  # where they are the same at every step
         self._usable = list(_DERIVATIVES)
         self._candidates = list(self._usable)
 
@@ -195,7 +196,10 @@ class StepGroup:
             except _TRANSFORM_ERRORS as error:
                 if _must_propagate(error):
                     raise
-                if len(self._candidates) > 1:
+                if self.way == "vmap" and tangents.shape[0] == 1 and self._shares_tangents:
+                    self._shares_tangents = False  # which what is written in place may be too small for
+                elif len(self._candidates) > 1:
+                    self._shares_tangents = True
                     self.notes.append(f"no {self.derivative} derivative of the step ({first_line(error)})")
                     self._candidates.pop(0)
                 elif self.way == "vmap":
@@ -204,8 +208,8 @@ class StepGroup:
                 else:
                     self._let_raise(previous, index)
                     raise StepError(
-                        "step: cannot be differentiated by torch.func, forward or reverse (side effects, batch statistics in train mode, "
-                        "a custom function without setup_context?): deeppcr.check(step, z0, xs) looks for the cause; Jacobi, Picard and "
+                        "step: cannot be differentiated by torch.func, forward or reverse (NumPy inside, side effects, batch statistics in train "
+                        "mode, a custom function without setup_context?). Write it in operations of PyTorch; Loop, Jacobi, Picard and "
                         f"GivenJacobian need no derivative. {first_line(error)}"
                     ) from error
 
@@ -279,8 +283,9 @@ class StepGroup:
         def one(z, x, t):
             return _DERIVATIVES[self.derivative](lambda state: self.call(state, x), z, t)
 
-        each = tangents.expand(previous.shape[0], -1, -1, -1)  # not shared: what is written in place has to be as large
-        return vmap(one, in_dims=(0, None if xs is None else 0, 0))(previous, xs, each)
+        shared = tangents.shape[0] == 1 and self._shares_tangents
+        each = tangents[0] if shared else tangents.expand(previous.shape[0], -1, -1, -1)
+        return vmap(one, in_dims=(0, None if xs is None else 0, None if shared else 0))(previous, xs, each)
 
     def _push_rowwise(self, previous: Tensor, tangents: Tensor, xs: Any) -> tuple[Tensor, Tensor]:
         steps, rows = previous.shape[:2]

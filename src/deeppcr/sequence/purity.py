@@ -140,7 +140,7 @@ def watch(step: Any) -> Callable[[], str | None]:
 
     def changed() -> str | None:
         for owner, name in (*held.written(), *held.replaced(), *values.changed()):
-            return f"a {_what(owner)} of the step changes {name!r} at every call"
+            return f"{_a(owner)} of the step changes {name!r} at every call"
         return None
 
     return changed
@@ -288,15 +288,15 @@ def _written_to(group: StepGroup, number: int) -> str:
 
 
 def _writes(owner: Any, name: str) -> str:
-    kind = _what(owner)
+    kind = _a(owner)
     if name in getattr(owner, "_buffers", ()):
         return (
-            f"step: changes the buffer {name!r} of a {kind} at every call (batch statistics or a power iteration in train mode?), and "
+            f"step: changes the buffer {name!r} of {kind} at every call (batch statistics or a power iteration in train mode?), and "
             "would leave it otherwise than the loop does. Call .eval(), or use solver=Loop(). What it holds now is not put back"
         )
     what = "parameter" if name in getattr(owner, "_parameters", ()) else "tensor"
     return (
-        f"step: changes the {what} {name!r} of a {kind} in place, and would leave it otherwise than the loop does. Do that before "
+        f"step: changes the {what} {name!r} of {kind} in place, and would leave it otherwise than the loop does. Do that before "
         "the solve; where the first call sets it, let the loop do that once: solver=Loop(). What it holds now is not put back"
     )
 
@@ -307,12 +307,18 @@ def _what(owner: Any) -> str:
     return "class" if owner is None or isinstance(owner, type) else type(owner).__name__
 
 
+def _a(owner: Any) -> str:
+    """With its article."""
+    name = _what(owner)
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def _keeps(owner: Any, name: str) -> str:
     return (
-        f"step: a {_what(owner)} keeps {name!r} from one call to the next, which would not be as in the loop. Take that out of "
+        f"step: {_a(owner)} keeps {name!r} from one call to the next, which would not be as in the loop. Take that out of "
         "the step, or use solver=Loop(): hand over in xs what differs between steps, and compute what does not before the solve. "
-        "What a first call sets for good, set by a call before the solve; where it depends on the state, let the loop set it once: "
-        "solver=Loop(). What it holds now is not put back"
+        "If the first call alone sets it, call the step once before the solve; if that depends on the state, use solver=Loop() once. "
+        "Its present value is not put back"
     )
 
 
@@ -361,7 +367,8 @@ class AsTransformed(TorchFunctionMode):
         if func == _SET_DATA and not is_lazy(args[0]):  # those are made in the first call
             raise StepError(
                 "step: puts another tensor into the .data of one, which PyTorch does not survive where a step is differentiated. Change "
-                "it before the solve, let the step use what is computed (weight = renorm(weight)), or use solver=Loop()"
+                "it before the solve (module.to(...) and .float() do this, too), let the step use what is computed (weight = renorm(weight)), or use "
+                "solver=Loop()"
             )
         return func(*args, **(kwargs or {}))
 

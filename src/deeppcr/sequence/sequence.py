@@ -129,6 +129,15 @@ class Sequence:
         watched.last_look()
         return wrong
 
+    def odd_one(self, steps: Any) -> int | None:
+        """The first module of a list that does something else than what stands in for it: all are compared, and not four of a kind."""
+        for indices, group in self._groups:
+            for place, index in enumerate(indices if group.module is not None else ()):
+                real = StepGroup(steps[index], self.xs, self.layout)
+                if differs_from(group, {place: (real, entry_of(self.xs, index))}, self.first):
+                    return index
+        return None
+
     def _begin_alone(self, *loop: Any, traced: bool) -> None:
         """The modules of a list are called one by one, since one that stands in for others does not do what they do."""
         self.__init__(*loop, traced=traced, stacked=False)

@@ -53,6 +53,8 @@ _WORTH_KERNELS, _WORTH_KERNELS_AT_ONCE = 0.003, 5.0
 _TRIES, _LOST, _BEYOND_HOPE = 3, {"cuda": 10.0, "cpu": 2.0}, 10.0
 #: A way that did not work is tried again after so many solves, then after twice as many: a step's parameters change.
 _PATIENCE = 8
+#: A kind that differs in numbers, rows or a few steps waits as long, and no longer than this: it may be the one for which it works.
+_HANDED_ON = 4 * _PATIENCE
 #: How many kinds are remembered.
 _MOST_KINDS = 1024
 _T = TypeVar("_T")
@@ -81,6 +83,7 @@ class Record:
         last: after how many solves it was taken last
         solves: how many there were
         barred: ways that did not work the last time
+        looked_at: whether it was asked in a step or two if a parallel solve is refused
         only_loop: why nothing but the loop of Python is right for such a step; None where others are
     """
 
@@ -93,6 +96,7 @@ class Record:
     last: dict[Way, int] = field(default_factory=dict)
     solves: int = 0
     barred: dict[Way, Bar] = field(default_factory=dict)
+    looked_at: bool = False
     only_loop: str | None = None
 
     def choose(self) -> tuple[Way, str]:
@@ -178,14 +182,14 @@ class Record:
 
     def learn(self, before: Record) -> None:
         """Of a kind that has just come from a related one, which differs in numbers, rows or a few steps: where a parallel solve does not pay,
-        not every new kind is to try one anew."""
+        not every new kind is to try one anew. What is hopeless each sees for itself: that takes a step or two, and may lie in other numbers."""
         bar = before.barred.get("newton")
         measured = {"newton", "loop"} <= before.seconds.keys()
         if bar is None and measured and before.total("newton") > before.total("loop"):
             bar = Bar(before.told("newton"), _PATIENCE, before.last["newton"] + _PATIENCE)
-        if bar is not None:
-            until = bar.until if bar.until == sys.maxsize else max(0, bar.until - before.solves)
-            self.barred["newton"] = Bar(bar.why, bar.wait, until)
+        if bar is not None and bar.until != sys.maxsize:
+            wait = min(bar.wait, _HANDED_ON)
+            self.barred["newton"] = Bar(bar.why, wait, min(wait, max(0, bar.until - before.solves)))
 
     def expected_newton(self, loop: float, iterations: int = _EXPECTED) -> float:
         """Roughly the seconds of a parallel solve without kernels, if it converges, where the loop takes so many; forward."""
