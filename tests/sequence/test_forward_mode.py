@@ -269,7 +269,7 @@ class Doubled(torch.autograd.Function):
 )
 def test_tangents_are_shared_where_that_goes(step, shared, device):
     """A linear layer then multiplies those of one step, not of all. Reverse mode shares them, whatever forward mode tried before."""
-    group = StepGroup(step, None, Layout.of(torch.ones(5, 4), None))
+    group = StepGroup(step, None, Layout.of(torch.ones(5, 4, device=device), None))
     group.push(numbers(2, 5, 4).to(device), torch.ones(1, 1, 5, 4, device=device), slice(0, 2))
     assert group._shares_tangents is shared
     assert group.way == "vmap"
