@@ -14,6 +14,14 @@ from deeppcr.ways import fused, plan
 from problems import plain_loop
 
 
+@pytest.fixture(autouse=True, scope="module")
+def device_is_warm(device):
+    """The first products of a process take a GPU so long that no loop seems short."""
+    if device.type == "cuda":
+        z = torch.ones(3, 3, dtype=torch.float64, device=device, requires_grad=True)
+        torch.nn.functional.linear(torch.tanh(z), z, z[0]).sum().backward()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_known(without_kernels):
     plan.forget_records()
