@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +139,7 @@ def solve(
     if torch.compiler.is_compiling():
         run = outside_of_graph(run, "deeppcr.solve looks at values to decide when to stop")
     if isinstance(length, Tensor) and length.ndim == 0 and not length.is_floating_point():
-        length = length.item()  # which is read anyway; find_length refuses what is none
+        length = cast(int, length.item())  # which is read anyway; find_length refuses what is none
     return run((step, z0, xs, length, batch_dims), lengths, keep, solver, guess, gradient, on_failure, mesh)
 
 
