@@ -78,7 +78,8 @@ class Hashed:
     __slots__ = ("_hash", "parts")
 
     def __init__(self, *parts: Hashable):
-        self.parts, self._hash = parts, hash(parts)
+        self.parts: tuple[Hashable, ...] = parts
+        self._hash = hash(parts)
 
     def __hash__(self) -> int:
         return self._hash

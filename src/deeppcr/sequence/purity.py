@@ -396,7 +396,8 @@ class AsDifferentiated(AsTransformed):
         # PyTorch's own (of counters of operations, say) look on and change nothing.
         if func is Tensor.register_hook and getattr(args[1], "__module__", None) != "torch.autograd.graph":
             raise StepError(f"step: registers a hook on the gradient of a tensor, {_NOT_CALLED}")
-        self.switches_off |= func is torch._C._set_grad_enabled and not args[0]
+        if func is torch._C._set_grad_enabled and not args[0]:
+            self.switches_off = True
         return super().__torch_function__(func, types, args, kwargs)
 
 
