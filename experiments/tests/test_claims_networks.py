@@ -1,5 +1,6 @@
 """Verdicts follow the numbers: networks and their training."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -12,7 +13,7 @@ pytest.importorskip("rich")
 
 import made_up
 from claims_support import TIMING, by_what, finished
-from deeppcr_paper.claims import networks
+from deeppcr_paper.claims import networks, results
 from deeppcr_paper.claims.check import NO, OPEN, YES, Check, Verdict, causes, verdict
 from deeppcr_paper.claims.rules import RULES, judge, judge_all
 from deeppcr_paper.claims.words import listed
@@ -109,6 +110,29 @@ def test_medians_are_compared_however_often_a_column_was_timed():
             if entry.get("seconds"):
                 entry["seconds"] = [median_low(entry["seconds"])] * 3 + [0.0, 99.0]
     assert by_what(networks.timing("relu")(result), "forward pass over") == before
+
+
+def test_calls_just_after_another_column_do_not_count(tmp_path):
+    """Results say how long turns were; of those from before they did, the settings do. A column that was called once was not timed in turns."""
+    result = timing()
+    read = networks.timing("relu")
+    before = {check.what: check for check in read(result)}
+    for turn in ({"turn": 3}, {}):
+        content = timing().content
+        for record in content["records"]:
+            for entry in (*record["forward"].values(), *record["backward"].values()):
+                if entry.get("seconds"):
+                    middle = median_low(entry["seconds"])
+                    entry |= {"seconds": [1e3, middle, middle] * 2, **turn}
+        content["records"][0]["forward"]["printed"] |= {"seconds": [7.0], "repeats": "none"}
+        if turn:
+            found = finished(content)
+        else:
+            content["settings"]["fewest"] = 3
+            (tmp_path / "mlp-timing-made.json").write_text(json.dumps(content), encoding="utf-8")
+            (found,) = results.finished(tmp_path)
+        assert {check.what: check for check in read(found)} == before
+        assert networks.seconds(found.records[0], "forward", "printed") == 7.0
 
 
 def test_smooth_activations_have_their_own_break_even():

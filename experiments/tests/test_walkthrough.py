@@ -159,6 +159,9 @@ def test_parts_that_tell_of_the_same_claim_are_one_row():
     one, two = answers.merged(parts)
     assert (one.printed, one.defaults, one.loop, one.holds) == ("40×", "90×", "defaults 2×", "yes")
     assert (two.what, two.loop) == ("cells", "defaults 1 of 9")
+    with_loop = replace(decides, loop="fused loop 2 ms: printed 0.1×")
+    (joined, _) = answers.merged([replace(parts[0], checks=[with_loop]), parts[1]])
+    assert joined.loop == "fused loop 2 ms: printed 0.1×; defaults 2×"
     assert len(answers.merged(parts[1:])) == 3  # alone it shows all that it has
 
 

@@ -10,7 +10,7 @@ from statistics import median, median_low
 from typing import Any
 
 from .table import shown, table, times
-from .timing import calm
+from .timing import calm, counted
 
 #: Sequential code, from the slowest to the strongest.
 BASELINES = ("loop", "graph", "fused")
@@ -27,12 +27,14 @@ MEANINGS = {
 SLOWED = 2.0
 
 
-def seconds(record: dict[str, Any], way: str, column: str) -> float | None:
-    """The median of the repeats, which their number does not change; None where the column was not timed.
+def repeats_of(entry: dict[str, Any]) -> list[float]:
+    """The seconds that count of a column; none where it was not timed."""
+    return counted(entry.get("seconds") or [], entry.get("turn", 0))
 
-    Of two in the middle the lower: a first call that set something up does not count where there were two.
-    """
-    repeats = record.get(way, {}).get(column, {}).get("seconds")
+
+def seconds(record: dict[str, Any], way: str, column: str) -> float | None:
+    """The median of the repeats, which their number does not change, of two in the middle the lower; None where the column was not timed."""
+    repeats = repeats_of(record.get(way, {}).get(column, {}))
     return median_low(repeats) if repeats else None
 
 
@@ -58,7 +60,7 @@ def best_speedup(
         (ratio, record)
         for record in records
         if (ratio := speedup(record, way, column, over))
-        and all(calm(record[way].get(name, {}).get("seconds")) for name in (column, *loops))
+        and all(calm(repeats_of(record[way].get(name, {}))) for name in (column, *loops))
     ]
     return max(known, key=lambda pair: pair[0], default=None)
 
@@ -84,7 +86,7 @@ def break_even(ratios: dict[int, float]) -> float | None:
 
 
 def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[str, Any]:
-    """Where the time stops being independent of the width: for each depth w²L of the width that takes twice as long, read
+    """Where the time stops being independent of the width: for each depth w²L of the first width that takes twice as long, read
     off between measured ones on log axes. ``widths`` are those widths by depth, where they vary less than w²L does."""
     by_depth: dict[int, dict[int, float]] = {}
     for record in records:

@@ -224,7 +224,7 @@ def _time_together(
         good[name] = column
     runs, repeats = {name: column.run for name, column in good.items()}, (settings.fewest, settings.most)
     for name, timing in measure(runs, device, budget=budget, repeats=repeats).items():
-        entries[name]["seconds"] = list(timing.seconds)
+        entries[name] |= {"seconds": list(timing.seconds), "turn": settings.fewest}
     return entries
 
 

@@ -35,6 +35,15 @@ def spread(repeats: Sequence[float]) -> float:
     return (high - low) / median(repeats)
 
 
+def counted(repeats: Sequence[float], turn: int) -> list[float]:
+    """Those that count of what ``measure`` took in turns of so many calls: the first of each finds caches as another function left them.
+
+    >>> counted([9.0, 1.0, 2.0, 9.0, 1.0, 1.0], turn=3), counted([9.0], turn=3)
+    ([1.0, 2.0, 1.0, 1.0], [9.0])
+    """
+    return [each for number, each in enumerate(repeats) if turn < 2 or number % turn] or list(repeats)
+
+
 def calm(repeats: Sequence[float] | None) -> bool:
     """Whether the best may be read off these times; where nothing was timed, nothing disturbs."""
     return not repeats or spread(repeats) <= RESTLESS
@@ -65,7 +74,7 @@ def measure(
     """Time functions that do the same job, in turn and equally often, so that what else the machine does hits all of them alike.
 
     Each is called once to warm up. A turn is the fewest calls of each, one after the other: the quick are not timed just after
-    the slow only, with cold caches. What runs on the device is waited for before the clock starts and stops.
+    the slow only, with cold caches, and the first of them need not count (``counted``). What runs on the device is waited for before the clock starts and stops.
 
     Args:
         functions: what to call, by name

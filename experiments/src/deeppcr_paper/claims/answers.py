@@ -10,6 +10,7 @@ from .check import NO, OPEN, Check, Table, Verdict, verdict
 from .items import Item, Part
 from .results import Finished, best, second
 from .rules import RULES
+from .words import SHORT
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ def merged(answers: Sequence[Answer]) -> list[Check]:
             if beside:
                 check = replace(check, printed="", loop=re.sub(r"printed [^;]*; ?", "", check.loop))
             first = found.get(check.what, check)
-            found[check.what] = replace(first, defaults=first.defaults or check.defaults, loop=first.loop or check.loop)
+            more = SHORT["auto"] in check.loop and SHORT["auto"] not in first.loop
+            loop = "; ".join(filter(None, (first.loop, check.loop))) if more else first.loop or check.loop
+            found[check.what] = replace(first, defaults=first.defaults or check.defaults, loop=loop)
     return [check for check in found.values() if check.printed or check.defaults or check.loop]
 
 

@@ -114,7 +114,8 @@ ITEMS: tuple[Item, ...] = (
         "The loop's time is linear in L, DeepPCR's logarithmic for the most part; at best more than 30× forward and 200× backward; "
         "break-even at L ≈ 2⁷ and 2⁵.",
         _timing("relu"),
-        "The paper's are the shortest of up to 100 runs (V100), ours medians.",
+        "The paper's are the shortest of up to 100 runs (V100), ours medians. PyTorch's initial weights, one row. Backward: all gradients, without "
+        "the forward pass; as printed without autograd.",
     ),
     Item(
         "Figure 4",
@@ -228,7 +229,7 @@ ITEMS: tuple[Item, ...] = (
         "Table 1",
         "the diffusion models",
         "Encoder, decoder, discriminator, residual MLP and UNet, layer by layer.",
-        note="Four strides of 2 take 32×32 to 2×2, not 4×4: one of ours is 1. The decoder's ReLU before its tanh would forbid "
+        note="One stride of four is 1: by 2 each, 32×32 ends at 2×2, not 4×4. A ReLU before the decoder's tanh would forbid "
         "dark pixels, and is left out. MNIST is padded to 32.",
     ),
     Item(

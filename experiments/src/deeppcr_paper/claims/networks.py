@@ -231,11 +231,13 @@ def widths(result: Finished) -> list[Check]:
     """Fig. 11: whether the time leaves the logarithmic regime at one value of w²L, and how far chunks move it."""
     records = of_activation(result, "relu")
     limits = {method: threshold(records, "forward", method) for method in METHODS}
-    said = {method: limit_in_words(limit) if limit["w2L"] else "not reached" for method, limit in limits.items()}
+    said = {method: _limit(limit) for method, limit in limits.items()}
     plain_code = result.name == "mlp-printed"
     code = f"{len({record['w'] for record in records})} widths, {'plain PyTorch' if plain_code else 'our solver'}"
     rows = (
-        [] if plain_code else [Check(what="where the time has doubled", printed=said["printed"], defaults=said["auto"])]
+        []
+        if plain_code
+        else [Check(what="where the time has doubled: our solver", printed=said["printed"], defaults=said["auto"])]
     )
     depths = limits["printed"]["by_depth"]
     words = {"what": f"one value of w²L: {code}", "paper": "yes"}
@@ -245,6 +247,15 @@ def widths(result: Finished) -> list[Check]:
     ours = f"{plain(min(depths.values()))} to {plain(max(depths.values()))} over {len(depths)} depths"
     why = _more_iterations(records, min(depths, key=lambda depth: depths[depth]))
     return [*rows, held("isoline", max(depths.values()) / min(depths.values()), printed=ours, why=why, **words)]
+
+
+def _limit(limit: dict[str, Any]) -> str:
+    """Where it is: one size or width, if it is nearly one."""
+    sizes = limit["by_depth"].values()
+    if not sizes:
+        return "not reached"
+    near = limit["widths"] or max(sizes) <= 16 * min(sizes)
+    return limit_in_words(limit) if near else f"w²L {plain(min(sizes))} to {plain(max(sizes))}"
 
 
 def _more_iterations(records: Sequence[Record], depth: int) -> str:

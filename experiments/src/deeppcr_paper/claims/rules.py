@@ -49,9 +49,9 @@ RULES: dict[str, Rule] = {
         NOISE,
     ),
     "linear": Rule("at the narrowest width, from L=64 on, the time grows 0.5 to 2 times as L does", lambda ours: 0.5 <= ours <= 2, NOISE),
-    "logarithmic": Rule("there, the time grows less than √L", lambda ours: ours <= 1, NOISE),
+    "logarithmic": Rule("there, the time grows less than √L (16×)", lambda ours: ours <= 1, NOISE),
     "isoline": Rule(
-        "w²L where a pass takes twice as long as at the narrowest width varies at most 16 times over the depths",
+        "w²L where a pass first takes twice as long as at the narrowest width varies at most 16 times over the depths",
         lambda ours: ours <= 16,
     ),
     "steady": Rule(
@@ -59,7 +59,7 @@ RULES: dict[str, Rule] = {
         lambda ours: ours <= 1.5,
         NOISE,
     ),
-    "gains more": Rule("a greater speed-up on the clock at every size, also times 0.56 or 1.78 (noise twice)", lambda ours: ours > 1, NOISE**2),
+    "gains more": Rule("a greater speed-up on the clock at every size, also times 0.56 or 1.78", lambda ours: ours > 1, NOISE**2),
     "newer gains": Rule("beyond the logarithmic regime, the smaller median ratio", lambda ours: ours < 1),
     "negligible": Rule("at most 0.1 of the whole", lambda ours: ours <= 0.1),
     "memory": Rule("median ratio 0.5 to 0.7", lambda ours: 0.5 <= ours <= 0.7),
@@ -67,7 +67,7 @@ RULES: dict[str, Rule] = {
     "6 at every point": Rule("at most, over all of the curve", lambda ours: ours <= 6),
     "converged": Rule("every solve does", lambda ours: ours == 0, at_any_size=True),
     "flat": Rule("from L=64 on, over widths run at every depth, mean iterations vary by at most 1", lambda ours: ours <= 1),
-    "ReLU more": Rule("more iterations on average, over the same sizes", lambda ours: ours > 1),
+    "ReLU more": Rule("more iterations on average, over the same sizes from L=64 on", lambda ours: ours > 1),
     "machine precision": Rule(
         "0.9 of the outputs within 10⁻⁶ (2-norm) of the loop's", lambda ours: ours >= 0.9, at_any_size=True
     ),
@@ -93,7 +93,7 @@ RULES: dict[str, Rule] = {
         lambda ours, paper: ours is not None and ours < paper,
     ),
     "stalls": Rule("final error above 0.01", lambda ours: ours >= SMALL / 10),
-    "fewer": Rule("fewer iterations on average from a class's mean than from that of all", lambda ours: ours < 1, FEW_SAMPLES),
+    "fewer": Rule("fewer iterations on average from a class's mean than from all", lambda ours: ours < 1, FEW_SAMPLES),
 }  # fmt: skip
 
 

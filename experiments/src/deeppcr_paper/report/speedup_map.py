@@ -7,7 +7,7 @@ from typing import Any
 
 from ..claims.results import Finished
 from ..claims.words import BASELINES, METHODS, finite, timed_columns
-from ..mlp_summary import seconds
+from ..mlp_summary import repeats_of, seconds
 from ..mlp_timing import DIRECTIONS
 
 EXPERIMENT = "mlp-timing"
@@ -48,7 +48,7 @@ def _entry(record: dict[str, Any], way: str, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"status": entry["status"]}
     if shortest is not None:
         found["seconds"] = float(f"{shortest:.4g}")  # a map of 840 cells is embedded in the page
-        found["repeats"] = len(entry["seconds"])
+        found["repeats"] = len(repeats_of(entry))
     found |= {key: entry[key] for key in _KEPT if key in entry}
     if finite(found.get("error")):
         found["error"] = float(f"{found['error']:.2g}")

@@ -13,6 +13,7 @@ from ..claims.networks import of_activation
 from ..claims.results import IMAGES, Finished, best, command
 from ..claims.trainings import with_defaults
 from ..figures.style import seconds as in_words
+from ..mlp_summary import seconds
 from ..table import times
 
 BEGIN = "<!-- the table begins: written by make paper -->"
@@ -20,7 +21,7 @@ END = "<!-- the table ends -->"
 #: Columns: the loop in Python, the fastest loop without this library, and this library's two.
 HEADS = {
     "python": "loop in Python",
-    "other": "fastest loop without `deeppcr`",
+    "other": "fastest without `deeppcr`",
     "kernel": "`deeppcr`: loop in one kernel",
     "parallel": "`deeppcr`: in parallel",
 }
@@ -96,11 +97,13 @@ def lines(results: Sequence[Finished], measured: Measured) -> list[str]:
         "|---" * (1 + len(HEADS)) + "|",
         *rows,
         "",
-        f"- {' and '.join(dict.fromkeys(machines))}. Medians of whole calls in float32 (the UNet in TF32). The fastest is **bold**.",
-        "- In brackets: how many times as long as `deeppcr` it takes; below 1× `deeppcr` is slower. `deeppcr` chooses between its two ways by itself.",
+        f"- {' and '.join(dict.fromkeys(machines))}. Medians of whole calls in float32 (the UNet in TF32); slow ones are timed 1 to 4 times. The fastest is **bold**.",
+        "- In brackets: how many times as long as `deeppcr` it takes; below 1× `deeppcr` is slower. `deeppcr` chooses between its two ways by itself; "
+        "in parallel is shown also where it takes the loop.",
         "- A dash: not measured, or no gain in parallel.",
-        "- In the first five rows, loops in Python and in CUDA graphs are timed over 256 steps and scaled.",
-        f"- Every result was first compared with the loop's. Largest errors: {_error_of_networks(timed):.1e} (MLP, relative to float64) and "
+        "- The first five rows are steps in `deeppcr.solve`; their loops in Python and in CUDA graphs are timed over 256 steps and scaled. MLPs are `deeppcr.nn.MLP` with "
+        "PyTorch's initial weights.",
+        f"- Every result was first compared with the loop's. Largest errors of what is shown: {_error_of_networks(timed):.1e} (MLP, relative to float64) and "
         f"{max(_error_of_samples(latents), *(line['error'] for line in _shown_lines(sampled)), 0.0):.1e} (samples, from the loop's).",
         f"- Files in `results/`, whose names have the machine, day and commit: {', '.join(sources)}.",
     ]
@@ -175,7 +178,7 @@ def _networks(result: Finished) -> list[str]:
     return [
         _row(
             f"MLP {way}, {_size(record['L'], 1, record['w'])}",
-            {column: _median(record[way].get(name)) for column, name in columns.items()},
+            {column: seconds(record, way, name) for column, name in columns.items()},
         )
         for way, record in _shown(result)
     ]

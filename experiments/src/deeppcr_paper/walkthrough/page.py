@@ -18,6 +18,7 @@ from ..claims.results import Finished
 from ..claims.rules import RULES
 from ..figures import Figure
 from ..figures.style import span
+from ..mlp_summary import repeats_of
 from ..timing import spread
 
 Draw = Callable[[Finished], Sequence[Figure]]
@@ -139,7 +140,7 @@ def repeats(result: Finished) -> dict[str, str]:
             if isinstance(place, dict)
         ]
         entries = [place[column] for place in places if isinstance(place.get(column), dict)]
-        every = [entry["seconds"] for entry in entries if entry.get("seconds")]
+        every = [repeats_of(entry) for entry in entries if entry.get("seconds")]
         said[column] = f"{span(map(len, every), '.0f')}; {100 * median(map(spread, every)):.0f}%" if every else ""
     return said
 
