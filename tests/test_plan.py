@@ -1,6 +1,7 @@
 """Which way a solve goes where nobody says it: every way gives the loop's states and gradients. Without kernels: those are in fuse/test_solve.py."""
 
 import math
+import subprocess
 import sys
 import warnings
 
@@ -117,7 +118,7 @@ def test_an_estimate_is_that_of_steps_that_nothing_disturbed(monkeypatch):
 
 def test_what_a_first_parallel_solve_imports_counts_until_loops_have_taken_as_long(monkeypatch):
     monkeypatch.setattr(plan, "_COLD", 1.7)
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    monkeypatch.delitem(sys.modules, plan._RULES, raising=False)
     record = plan.Record("cpu", (20_000, 3, 4), seconds={"loop": 0.5})
     ways = []
     for _ in range(5):
@@ -127,8 +128,24 @@ def test_what_a_first_parallel_solve_imports_counts_until_loops_have_taken_as_lo
         record.took("loop", 0.5)
     assert ways == ["loop"] * 3 + ["newton"] * 2
     assert "nothing else is worth a try" in plan.Record("cpu", (20, 3, 4), seconds={"loop": 5e-4}).choose()[1]
-    monkeypatch.setitem(sys.modules, "torch._dynamo", plan)
+    monkeypatch.setitem(sys.modules, plan._RULES, plan)
     assert plan.Record("cpu", (20_000, 3, 4), seconds={"loop": 0.5}).choose()[0] == "newton"
+
+
+def test_a_first_parallel_solve_imports_what_is_counted():
+    """In a process of its own: rules of derivatives, and no compiler, which takes PyTorch 1.5 s."""
+    program = f"""
+import sys, torch, deeppcr
+gru, linear = torch.nn.Linear(8, 12), torch.nn.Linear(4, 4)
+def step(z, x):
+    reset, update, new = gru(torch.cat([z, x], -1)).chunk(3, -1)
+    new = torch.tanh(new + torch.sigmoid(reset) * linear(z))
+    return (1 - torch.sigmoid(update)) * new + torch.sigmoid(update) * z / 2.0 - 0.1
+assert {plan._RULES!r} not in sys.modules
+assert deeppcr.solve(step, torch.zeros(2, 4), torch.randn(50, 2, 4), solver=deeppcr.Newton()).result.name == "CONVERGED"
+assert {plan._RULES!r} in sys.modules and "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
 def test_kinds_are_told_apart(device):

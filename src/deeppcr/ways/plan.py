@@ -33,8 +33,9 @@ _OPERATION = {"cuda": (10e-6, 3e-6, 5e-12), "cpu": (5e-6, 50e-6, 1e-9)}
 #: that was 0.7 to 1.4 and 0.1 to 0.8 for recurrent cells and layers of 4 to 32 numbers; on an H200, of MLPs (README.md), 2.5 to 3.2 and
 #: 0.4 to 0.8.
 _BACKWARD = {"cuda": (2.5, 0.6), "cpu": (1.0, 0.4)}
-#: Seconds that the first derivative in forward mode of all takes: PyTorch's own rules for it import a compiler.
-_COLD = 1.7
+#: Seconds that the first derivative in forward mode of all takes, until PyTorch's rules for it are loaded. (Few of them, as that of torch.minimum,
+#: import a compiler for another 1.5 s. That is once a process, and not worth a loop.)
+_COLD, _RULES = 0.2, "torch._decomp.decompositions_for_jvp"
 #: What is so many times as quick as an estimate of the loop is quicker than the loop; else that has to be measured. (A few steps by
 #: themselves took up to four times as long as many, on a CPU.)
 _DOUBTED = 8.0
@@ -172,7 +173,7 @@ class Record:
     @property
     def _cold(self) -> float:
         """Seconds to import what a parallel solve needs: that pays once the loops of a kind have taken as long."""
-        return 0.0 if "torch._dynamo" in sys.modules else max(0.0, _COLD - self.solves * self.total("loop"))
+        return 0.0 if _RULES in sys.modules else max(0.0, _COLD - self.solves * self.total("loop"))
 
     def bar(self, way: Way, why: str, *, for_good: bool = False) -> None:
         """Leave a way alone that did not work; how long it took says nothing of what it takes where it does."""
