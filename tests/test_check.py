@@ -48,6 +48,28 @@ def test_of_a_list_every_module_is_compared(monkeypatch):
     assert "entry 7" in finding.message
 
 
+def test_modules_of_any_group_are_compared_with_their_own_inputs(monkeypatch):
+    class Shifted(Layer):
+        def forward(self, z, x):
+            return super().forward(z) + x
+
+    class Other(Shifted):
+        pass
+
+    layers = [kind() for kind in (Shifted, Other) for _ in range(8)]
+    xs = torch.arange(16, dtype=torch.float64)
+    assert check(layers, Z0, xs) == []
+    monkeypatch.setattr(Layer, "special", layers[11])
+    (finding,) = check(layers, Z0, xs)
+    assert (finding.kind, "entry 11" in finding.message) == ("evaluation", True)
+
+
+def test_a_given_jacobian_needs_no_derivative_of_the_step():
+    step = deeppcr.rowwise(lambda z, x: torch.from_numpy(np.tanh((0.5 * z + x).numpy())))
+    given = GivenJacobian(lambda z, x: torch.diag_embed(0.5 / torch.cosh(0.5 * z + x) ** 2))
+    assert check(step, Z0, torch.randn(10, 3, 4, dtype=torch.float64), jacobian=given) == []
+
+
 @pytest.mark.parametrize("declare", [lambda step: step, deeppcr.rowwise])
 def test_a_step_without_a_derivative(declare):
     """NumPy's operations have none."""

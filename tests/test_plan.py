@@ -11,6 +11,7 @@ import torch
 
 import deeppcr
 from deeppcr import ConvergenceWarning, Newton, Result, runtime
+from deeppcr.sequence import Sequence
 from deeppcr.ways import fused, plan
 from problems import plain_loop
 
@@ -146,6 +147,22 @@ assert deeppcr.solve(step, torch.zeros(2, 4), torch.randn(50, 2, 4), solver=deep
 assert {plan._RULES!r} in sys.modules and "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+def test_where_there_is_no_room_for_a_derivative_the_loop_goes_on(device, impatient, monkeypatch):
+    """There may be some another time: that is looked at again, after a while."""
+    step, z0, xs, _ = problem(device)
+    asked = []
+
+    def push(*given):
+        asked.append(1)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Sequence, "push", push)
+    for _ in range(12):
+        assert deeppcr.solve(step, z0, xs).result is Result.LOOP
+    assert len(asked) == 2
+    monkeypatch.undo()
 
 
 def test_kinds_are_told_apart(device):

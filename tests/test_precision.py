@@ -44,9 +44,15 @@ def before(request):
 
 
 def test_what_was_set_is_put_back(before):
-    in_the_old_way = told_in_the_old_way()
+    in_the_old_way, on_a_cpu = told_in_the_old_way(), torch.backends.mkldnn.matmul.fp32_precision
     with full_precision(CUDA):
         assert told() == FULL
+        inside = [
+            None if known is None else full for known, full in zip(in_the_old_way, ("highest", False), strict=True)
+        ]
+        assert [each for each, known in zip(told_in_the_old_way(), inside, strict=True) if known is not None] == [
+            each for each in inside if each is not None
+        ]
         with full_precision(CUDA, tf32=True):
             assert told() == TF32  # the innermost wish of a thread counts
         assert told() == FULL
@@ -59,6 +65,7 @@ def test_what_was_set_is_put_back(before):
         raise KeyError
     assert told() == before
     assert told_in_the_old_way() == in_the_old_way
+    assert torch.backends.mkldnn.matmul.fp32_precision == on_a_cpu, "which the old way changes, too"
 
 
 @pytest.mark.parametrize("tf32", [False, True])

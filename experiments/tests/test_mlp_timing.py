@@ -90,6 +90,7 @@ def test_every_column_is_timed_in_both_directions(activation, context):
         for column, entry in record[way].items():
             assert entry["status"] == "ok", (way, column, entry)
             assert len(entry["seconds"]) == 2
+            assert entry["turn"] == TIMING.fewest
             assert entry["error"] < 1e-3
     assert record["forward"]["printed"]["chunk"] == 1
     assert record["forward"]["printed"]["iterations"] <= 6

@@ -127,7 +127,7 @@ def _look_at(sequence: Sequence, looked_at: list[int], jacobian: Jacobian | None
     findings += _independence(sequence, looked_at, states)
     # Else derivatives are not row by row, or are coarse.
     if not any(finding.kind in ("rows", "precision") for finding in findings):
-        findings += _derivatives(sequence, looked_at, states)
+        findings += _derivatives(sequence, looked_at, states, needed=jacobian is None)
     if jacobian is not None and not findings:
         findings += _structure(sequence, looked_at, states, jacobian)
     if findings:
@@ -291,7 +291,7 @@ def _independence(sequence: Sequence, looked_at: list[int], states: list[Tensor]
             return
 
 
-def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor]) -> Iterator[Finding]:
+def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor], *, needed: bool) -> Iterator[Finding]:
     """Jacobians come by forward mode, of several steps at once, gradients by reverse mode: both must be of the same function."""
     for index, state in zip(looked_at, states, strict=False):
         tangent, cotangent = 1 + 0.1 * shares(state), 0.1 + 0.1 * shares(state)
@@ -301,7 +301,8 @@ def _derivatives(sequence: Sequence, looked_at: list[int], states: list[Tensor])
         try:
             _, every = sequence.push(state.expand(len(together), *state.shape), tangents, together)
         except StepError as error:
-            yield Finding("derivative", str(error))
+            if needed:
+                yield Finding("derivative", str(error))
             return
         pushed = every[index - first, 0]
         with torch.enable_grad(), catching_warnings():

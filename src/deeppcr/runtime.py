@@ -295,7 +295,7 @@ class _Precision:
     def __init__(self):
         self._lock = threading.Lock()
         self._wishes: dict[int, list[str]] = {}  # by thread
-        self._before: tuple[Any, Any] | None = None
+        self._before: tuple[Any, Any, Any] | None = None
 
     def enter(self, wanted: str) -> None:
         with self._lock:
@@ -321,7 +321,11 @@ class _Precision:
             self._before = self._before or _settings()
             old = ("high" if wanted == "tf32" else "highest", wanted == "tf32")
             told = [each is not None for each in self._before[0]]
-            _set(tuple(each if known else None for each, known in zip(old, told, strict=True)), (wanted,) * 3)
+            _set(
+                tuple(each if known else None for each, known in zip(old, told, strict=True)),
+                (wanted,) * 3,
+                self._before[2],
+            )
 
 
 _precision = _Precision()
@@ -337,18 +341,23 @@ def _told() -> tuple[str, ...]:
     return tuple(each.fp32_precision for each in _precisions())
 
 
-def _settings() -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """As they are: in the old way, each by itself, None where PyTorch refuses to tell, and so leaves it alone; and in the new one."""
+def _settings() -> tuple[tuple[Any, ...], tuple[str, ...], str]:
+    """As they are: in the old way, each by itself, None where PyTorch refuses to tell, and so leaves it alone; in the new one; and that of
+    products on a CPU, which the old way changes, too."""
     old: list[Any] = []
     for ask in (torch.get_float32_matmul_precision, lambda: torch.backends.cudnn.allow_tf32):
         try:
             old.append(ask())
         except RuntimeError:
             old.append(None)
-    return tuple(old), _told()
+    return tuple(old), _told(), _on_a_cpu().fp32_precision
 
 
-def _set(old: tuple[Any, ...], new: tuple[str, ...]) -> None:
+def _on_a_cpu() -> Any:
+    return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+def _set(old: tuple[Any, ...], new: tuple[str, ...], on_a_cpu: str) -> None:
     products, cudnn = old
     if products is not None:
         torch.set_float32_matmul_precision(products)
@@ -356,3 +365,4 @@ def _set(old: tuple[Any, ...], new: tuple[str, ...]) -> None:
         torch.backends.cudnn.allow_tf32 = cudnn
     for where, precision in zip(_precisions(), new, strict=True):
         where.fp32_precision = precision
+    _on_a_cpu().fp32_precision = on_a_cpu

@@ -246,6 +246,26 @@ def test_operations_in_place_where_steps_share_a_tangent(device):
         torch.testing.assert_close(each.reshape(z.shape), other)
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [torch.frac, lambda z: z % 3.0, lambda z: torch.remainder(z, 3), lambda z: z.fmod(2.0), lambda z: z - 0.5],
+)
+@pytest.mark.parametrize("write", [lambda y, z: y.neg_(), lambda y, z: y.add_(z), lambda y, z: y.mul_(0.5)])
+def test_what_is_written_in_place_into_a_tangent_that_was_handed_on(operation, write, device):
+    def step(z):
+        y = operation(z)
+        write(y, z)
+        return y + z
+
+    z, tangents = numbers(2, 5, 4).to(device), numbers(1, 3, 5, 4).to(device)
+    group, kept = StepGroup(step, None, Layout.of(z[0], None)), tangents.clone()
+    slope = torch.autograd.functional.jacobian(lambda z: step(z * 1).sum(), z)
+    for _ in range(2):
+        _, pushed = group.push(z, tangents, slice(0, 2))
+        torch.testing.assert_close(pushed, slope.unsqueeze(1) * kept)
+        assert torch.equal(tangents, kept)
+
+
 class Doubled(torch.autograd.Function):
     """Without forward mode."""
 

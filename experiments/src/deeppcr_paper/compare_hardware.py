@@ -15,7 +15,7 @@ import torch
 
 from . import mlp_timing
 from .experiment import Cell, Context, Experiment
-from .mlp_summary import foot, seconds
+from .mlp_summary import foot, say_turns, seconds
 from .store import PARTIAL, PaperError, read
 from .table import table
 
@@ -79,6 +79,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise PaperError(f"{path}: results of {content['experiment']}, expected those of mlp-timing")
     if not content["complete"] or path.name.endswith(PARTIAL):
         raise PaperError(f"{path}: not finished; run its command again first")
+    say_turns(content)
     return {"quick": False, **content}
 
 

@@ -26,12 +26,14 @@ RESTLESS = 1 / 3
 
 
 def spread(repeats: Sequence[float]) -> float:
-    """The middle half of the repeats, over their median.
+    """The middle half of the repeats, of two both, over their median.
 
     >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
     0.6666666666666666
     """
-    low, _, high = quantiles(repeats, n=4, method="inclusive") if len(repeats) > 1 else (repeats[0],) * 3
+    low, _, high = (
+        quantiles(repeats, n=4, method="inclusive") if len(repeats) > 2 else (min(repeats), None, max(repeats))
+    )
     return (high - low) / median(repeats)
 
 

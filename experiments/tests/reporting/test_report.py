@@ -6,7 +6,7 @@ import re
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median_low
+from statistics import median
 
 import pytest
 import torch
@@ -264,7 +264,7 @@ def test_the_table_has_the_checks_of_every_machine(tmp_path):
     assert [each.result.hardware for each in row.answers] == ["Another", "NVIDIA Imaginary"]
     slow, fast = (each.checks[2] for each in row.answers)
     best = max(
-        median_low(record["forward"]["loop"]["seconds"]) / median_low(record["forward"]["printed"]["seconds"])
+        median(record["forward"]["loop"]["seconds"]) / median(record["forward"]["printed"]["seconds"])
         for record in one["records"]
         if record["activation"] == "relu" and "seconds" in record["forward"]["printed"]
     )
@@ -349,7 +349,7 @@ def test_the_map_has_every_time(tmp_path):
             for name, entry in record[way].items():
                 assert cell[name]["status"] == entry["status"]
                 if "seconds" in entry:
-                    assert cell[name]["seconds"] == pytest.approx(median_low(entry["seconds"]), rel=1e-3)
+                    assert cell[name]["seconds"] == pytest.approx(median(entry["seconds"]), rel=1e-3)
                 else:
                     assert "seconds" not in cell[name]
 

@@ -140,6 +140,20 @@ def _quotient_of_number(level: int, one: Any, number: Any, *more: Any) -> Tensor
     return _aten.mul.Scalar(one.reciprocal(), number)
 
 
+@dataclass(frozen=True)
+class _HandedOn:
+    """An operation on a tensor, and numbers, of which PyTorch hands on the tangent itself: what is then written in place would change that of
+    the state, too."""
+
+    whole: Callable[..., Tensor]
+
+    def __call__(self, level: int, one: Any, *numbers: Any) -> Tensor | None:
+        if not _is_plain(one) or any(type(each) not in _NUMBERS for each in numbers):
+            return None
+        value, along = _unpacked(level, one)
+        return None if along is None else _dual(self.whole(value, *numbers), along.clone())
+
+
 def _linear(level: int, one: Any, weight: Any, bias: Any = None) -> Tensor | None:
     given = [each for each in (one, weight, bias) if each is not None]
     if not all(map(_is_plain, given)) or any(_unpacked(level, each)[1] is not None for each in given[1:]):
@@ -158,5 +172,8 @@ _RULES: dict[Any, Callable[..., Tensor | None]] = {
     **dict.fromkeys((Tensor.div, torch.div, Tensor.divide, torch.divide), _quotient),
     **dict.fromkeys((Tensor.true_divide, torch.true_divide), _quotient),
     Tensor.__rdiv__: _quotient_of_number,
+    **dict.fromkeys((Tensor.frac, torch.frac), _HandedOn(torch.frac)),
+    **dict.fromkeys((Tensor.fmod, torch.fmod), _HandedOn(torch.fmod)),
+    **dict.fromkeys((Tensor.remainder, torch.remainder, Tensor.__mod__), _HandedOn(torch.remainder)),
     functional.linear: _linear,
 }

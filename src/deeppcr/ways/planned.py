@@ -81,7 +81,8 @@ def is_refused(call: Call, record: Record) -> bool:
             sequence.push(initial.expand(len(few), -1, -1), torch.ones_like(initial)[None, None], few)
         except Exception as error:  # the loop takes such steps, and raises what is wrong with them there, too
             why = f"steps cannot be differentiated at once ({first_line(error)})"
-            record.bar("newton", why, for_good=not is_out_of_memory(error))
+            record.looked_at = not is_out_of_memory(error)  # there may be room another time
+            record.bar("newton", why, for_good=record.looked_at)
             return True
         if sequence.evaluation == "loop":
             record.bar("newton", "steps can only be called one by one", for_good=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..catalogue import EXPERIMENTS
 from ..experiment import Experiment
+from ..mlp_summary import say_turns
 from ..store import PARTIAL, PaperError, read
 
 #: What the trainings call their images, in words.
@@ -260,18 +261,9 @@ def finished(folder: Path) -> list[Finished]:
         content = read(path)
         if content["complete"]:
             _check(path, content)
-            _say_turns(content)
+            say_turns(content)
             found.append(Finished(path, content))
     return found
-
-
-def _say_turns(content: dict[str, Any]) -> None:
-    """Results of networks from before it stood in them: columns were timed in turns of the fewest calls."""
-    turn = content["settings"].get("fewest", 0)
-    for record in content["records"] if turn else ():
-        for entry in (*record.get("forward", {}).values(), *record.get("backward", {}).values()):
-            if "repeats" not in entry:  # where there was one call, and none in turns
-                entry.setdefault("turn", turn)
 
 
 def _is_ours(path: Path) -> bool:
