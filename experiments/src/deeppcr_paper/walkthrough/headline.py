@@ -97,14 +97,14 @@ def lines(results: Sequence[Finished], measured: Measured) -> list[str]:
         "|---" * (1 + len(HEADS)) + "|",
         *rows,
         "",
-        f"- {' and '.join(dict.fromkeys(machines))}. Medians of whole calls in float32 (the UNet in TF32); slow ones are timed 1 to 4 times. The fastest is **bold**.",
-        "- In brackets: how many times as long as `deeppcr` it takes; below 1× `deeppcr` is slower. `deeppcr` chooses between its two ways by itself; "
-        "in parallel is shown also where it takes the loop.",
-        "- A dash: not measured, or no gain in parallel.",
+        f"- {' and '.join(dict.fromkeys(machines))}. Medians of whole calls in float32 (the UNet in TF32), of slow ones of only 1 to 4 calls. The fastest is **bold**.",
+        "- In brackets: its time over the faster of the two `deeppcr` columns; below 1× `deeppcr` is slower. By default `deeppcr` takes the way that it finds faster; "
+        "the last column is always the parallel one.",
+        "- A dash: not measured; for Lorenz, no gain.",
         "- The first five rows are steps in `deeppcr.solve`; their loops in Python and in CUDA graphs are timed over 256 steps and scaled. MLPs are `deeppcr.nn.MLP` with "
         "PyTorch's initial weights.",
-        f"- Every result was first compared with the loop's. Largest errors of what is shown: {_error_of_networks(timed):.1e} (MLP, relative to float64) and "
-        f"{max(_error_of_samples(latents), *(line['error'] for line in _shown_lines(sampled)), 0.0):.1e} (samples, from the loop's).",
+        f"- Every result was first compared with the loop's. Largest errors shown: {_error_of_networks(timed):.1e} (MLPs, against float64) and "
+        f"{max(_error_of_samples(latents), *(line['error'] for line in _shown_lines(sampled)), 0.0):.1e} (samples, against the loop's).",
         f"- Files in `results/`, whose names have the machine, day and commit: {', '.join(sources)}.",
     ]
 
