@@ -319,12 +319,12 @@ class _Precision:
         wanted = "ieee" if any(wishes[-1] == "ieee" for wishes in self._wishes.values()) else "tf32"
         if _told() != (wanted,) * 3:
             self._before = self._before or _settings()
-            old = ("high" if wanted == "tf32" else "highest", wanted == "tf32")
-            told = [each is not None for each in self._before[0]]
+            wish = ("high" if wanted == "tf32" else "highest", wanted == "tf32")
+            told, _, on_a_cpu = self._before
             _set(
-                tuple(each if known else None for each, known in zip(old, told, strict=True)),
+                tuple(None if known is None else new for known, new in zip(told, wish, strict=True)),
                 (wanted,) * 3,
-                self._before[2],
+                on_a_cpu,
             )
 
 

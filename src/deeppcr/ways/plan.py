@@ -84,7 +84,6 @@ class Record:
         last: after how many solves it was taken last
         solves: how many there were
         barred: ways that did not work the last time
-        looked_at: whether it was asked in a step or two if a parallel solve is refused
         only_loop: why nothing but the loop of Python is right for such a step; None where others are
     """
 
@@ -97,7 +96,6 @@ class Record:
     last: dict[Way, int] = field(default_factory=dict)
     solves: int = 0
     barred: dict[Way, Bar] = field(default_factory=dict)
-    looked_at: bool = False
     only_loop: str | None = None
 
     def choose(self) -> tuple[Way, str]:

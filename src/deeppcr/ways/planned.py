@@ -62,9 +62,8 @@ def is_refused(call: Call, record: Record) -> bool:
     Where rows influence each other, its gradients are refused, which those of a loop need not be. And where steps can only be called
     one by one, as where they branch on values, an iteration takes longer than the loop. What is found is noted in the record.
     """
-    if record.looked_at or "newton" in record.tries or "graph" in record.tries:
+    if "newton" in record.tries or "graph" in record.tries:
         return False
-    record.looked_at = True
     (step, xs), of_rows = call.given, call.differentiated and record.sizes[1] > 1
     try:
         sequence = Sequence(step, call.z0, xs, length=call.given_length, batch_dims=call.batch_dims)
@@ -81,8 +80,7 @@ def is_refused(call: Call, record: Record) -> bool:
             sequence.push(initial.expand(len(few), -1, -1), torch.ones_like(initial)[None, None], few)
         except Exception as error:  # the loop takes such steps, and raises what is wrong with them there, too
             why = f"steps cannot be differentiated at once ({first_line(error)})"
-            record.looked_at = not is_out_of_memory(error)  # there may be room another time
-            record.bar("newton", why, for_good=record.looked_at)
+            record.bar("newton", why, for_good=not is_out_of_memory(error))  # there may be room another time
             return True
         if sequence.evaluation == "loop":
             record.bar("newton", "steps can only be called one by one", for_good=True)
