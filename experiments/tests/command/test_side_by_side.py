@@ -267,7 +267,7 @@ def is_running(number):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -303,15 +303,22 @@ class Running:
         return [int(each) for each in reads(number, f"task/{number}/children").split()]
 
     def wait_until(self, count):
-        """So many of its children train: they have loaded the images. Returns all of its children."""
-        wait_for(lambda: sum("sklearn" in reads(number, "maps") for number in self.children()) == count)
+        """So many of its children train: they have loaded the images. Returns all of its children.
+
+        Before it becomes a program of its own, a child has the memory of its parent, which has loaded them, too.
+        """
+
+        def trains(number):
+            return "--multiprocessing-fork" in reads(number, "cmdline") and "sklearn" in reads(number, "maps")
+
+        wait_for(lambda: sum(map(trains, self.children())) == count)
         time.sleep(2)
         return self.children()
 
     def end(self, how=0):
         if how:
             os.killpg(self.process.pid, how) if how is signal.SIGINT else self.process.send_signal(how)
-        said, _ = self.process.communicate(timeout=60)
+        said, _ = self.process.communicate(timeout=180)
         return self.process.returncode, said
 
 
