@@ -86,10 +86,8 @@ paper: $(call extra,paper) ## make every generated page, figure and table of the
 	@$(PY) benchmarks/real_diffusion_report.py results/real-diffusion-*.json --page docs/diffusion.md
 	@$(PY) benchmarks/training_report.py --page docs/recurrent.md
 
-bench: $(call extra,paper) ## compare, then time, then write results/; on a GPU the kernels, users' loops and recipes too, against their targets
-	@$(PY) benchmarks/run.py $(ARGS)
-	@$(if $(findstring cpu,$(ARGS)),,! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-	{ $(PY) benchmarks/kernels.py $(ARGS) && $(PY) benchmarks/loops.py $(ARGS) && $(PY) benchmarks/recipes.py $(ARGS); })
+bench: $(call extra,paper) ## compare, then time, then write results/: all that can be measured here (ARGS="--list": how old each result is)
+	@$(PY) benchmarks/everything.py $(ARGS)
 
 fuzz: $(call extra,dev) ## random problems against the plain loop: right, told or wrong; a table by family (ARGS="--count 1000", "--only 12", "--device cuda")
 	@$(PY) -m benchmarks.fuzz $(ARGS)
