@@ -237,8 +237,17 @@ def test_the_threshold_in_w2L():
 
     found = threshold([wide(depth, width) for depth in (4, 16, 64) for width in (2, 4, 16)], "forward", "printed")
     assert found["widths"] == pytest.approx(dict.fromkeys((4, 16, 64), 8.0)), "which vary less"
-    nothing = threshold([wide(4, width) for width in (2, 4)], "forward", "printed")
-    assert nothing == {"by_depth": {}, "w2L": None, "widths": None}
+    nothing = {"by_depth": {}, "w2L": None, "widths": None}
+    assert threshold([wide(4, width) for width in (2, 4)], "forward", "printed") == nothing
+
+    def disturbed(*times):
+        records = [{"L": 4, "w": 2**n, "forward": {"printed": {"seconds": [t]}}} for n, t in enumerate(times, 1)]
+        return threshold(records, "forward", "printed")
+
+    assert disturbed(1.0, 3.0, 1.0, 4.0)["by_depth"] == pytest.approx({4: 4 * (8 * 2**0.5) ** 2}), (
+        "what falls again is not it"
+    )
+    assert disturbed(1.0, 3.0, 1.5) == nothing
 
 
 def test_tables_are_aligned():

@@ -95,8 +95,9 @@ def break_even(ratios: dict[int, float]) -> float | None:
 
 
 def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[str, Any]:
-    """Where the time stops being independent of the width: for each depth w²L of the first width that takes twice as long, read
-    off between measured ones on log axes. ``widths`` are those widths by depth, where they vary less than w²L does."""
+    """Where the time stops being independent of the width: for each depth w²L of the width from which on it is more than twice that
+    at the smallest, read off between measured ones on log axes. ``widths`` are those widths by depth, where they vary less than
+    w²L does."""
     by_depth: dict[int, dict[int, float]] = {}
     for record in records:
         found = seconds(record, way, column)
@@ -105,8 +106,9 @@ def threshold(records: Iterable[dict[str, Any]], way: str, column: str) -> dict[
     crossed: dict[int, float] = {}  # the widths
     for depth, by_width in by_depth.items():
         limit = SLOWED * by_width[min(by_width)]
-        for low, high in pairwise(sorted(by_width)):
-            if by_width[high] > limit:
+        ending = sorted(by_width, reverse=True)
+        for high, low in pairwise(ending if by_width[ending[0]] > limit else ()):
+            if by_width[low] <= limit:
                 part = math.log(limit / by_width[low]) / math.log(by_width[high] / by_width[low])
                 crossed[depth] = low * (high / low) ** part
                 break

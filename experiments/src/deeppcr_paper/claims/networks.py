@@ -244,9 +244,14 @@ def widths(result: Finished) -> list[Check]:
     if len(depths) < 2:
         why = f"As printed, the time doubles at {len(depths)} of the depths of this run: too few to see a line."
         return [*rows, Check(**words, printed="too few depths", holds=OPEN, why=why)]
-    ours = f"{plain(min(depths.values()))} to {plain(max(depths.values()))} over {len(depths)} depths"
-    why = _more_iterations(records, min(depths, key=lambda depth: depths[depth]))
-    return [*rows, held("isoline", max(depths.values()) / min(depths.values()), printed=ours, why=why, **words)]
+    ours = _over_depths(depths)
+    if graph := threshold(records, "forward", "printed graph")["by_depth"]:
+        ours += f"; in a CUDA graph {_over_depths(graph)}"
+    return [*rows, held("isoline", max(depths.values()) / min(depths.values()), printed=ours, **words)]
+
+
+def _over_depths(sizes: dict[int, float]) -> str:
+    return f"{plain(min(sizes.values()))} to {plain(max(sizes.values()))} over {len(sizes)} depths"
 
 
 def _limit(limit: dict[str, Any]) -> str:
@@ -256,17 +261,6 @@ def _limit(limit: dict[str, Any]) -> str:
         return "not reached"
     near = limit["widths"] or max(sizes) <= 16 * min(sizes)
     return limit_in_words(limit) if near else f"w²L {plain(min(sizes))} to {plain(max(sizes))}"
-
-
-def _more_iterations(records: Sequence[Record], depth: int) -> str:
-    """Whether narrow networks of this depth, where the time has doubled the earliest, take fewer iterations; empty where they do not."""
-    counts = {r["w"]: r["forward"].get("printed", {}).get("iterations") for r in records if r["L"] == depth}
-    known = {width: count for width, count in counts.items() if finite(count)}
-    if not known or max(known.values()) <= known[min(known)]:
-        return ""
-    return (
-        f"At L = {depth:,}, w = {min(known)} takes {known[min(known)]} iterations, others up to {max(known.values())}."
-    )
 
 
 #: From this width on a state of float32 fills what PyTorch allocates at least, 512 bytes.

@@ -51,7 +51,7 @@ RULES: dict[str, Rule] = {
     "linear": Rule("at the narrowest width, from L=64 on, the time grows 0.5 to 2 times as L does", lambda ours: 0.5 <= ours <= 2, NOISE),
     "logarithmic": Rule("there, the time (eager) grows less than √L (16×)", lambda ours: ours <= 1, NOISE),
     "isoline": Rule(
-        "w²L where a pass first takes twice as long as at the narrowest width varies at most 16 times over the depths",
+        "w²L from which on a pass takes over twice as long as at the narrowest width varies at most 16 times over the depths",
         lambda ours: ours <= 16,
     ),
     "steady": Rule(
