@@ -380,6 +380,8 @@ def find_length(step: Any, xs: Any, length: int | None, least: int = 1) -> int:
             raise TypeError(
                 f"{name}: expected a tensor [L, ...], got {type(leaf).__name__}{hint or (_SHARED if path else instead)}"
             )
+        if leaf.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got {leaf.layout} (use {name}.to_dense())")
         if leaf.ndim == 0:
             raise ValueError(
                 f"{name}: expected [L, ...], got a tensor without dimensions. A list of the steps' inputs must be stacked: "
