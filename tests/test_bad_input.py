@@ -40,7 +40,11 @@ def step(z, x):
         (lambda: solve(torch.sin, ONES, length=torch.tensor(True)), TypeError, "length: expected an int, got bool"),
         (lambda: solve(torch.sin, ONES, length=True), TypeError, "length: expected an int, got bool"),
         (lambda: solve(step, ONES, torch.tensor(1.0)), ValueError, "xs: expected .* without dimensions"),
-        (lambda: solve(step, ONES, torch.ones(3, 2).to_sparse()), TypeError, "xs: expected a dense tensor, got .*to_dense"),
+        (
+            lambda: solve(step, ONES, torch.ones(3, 2).to_sparse()),
+            TypeError,
+            "xs: expected a dense tensor, got .*to_dense",
+        ),
         (lambda: solve(step, ONES, [1.0, 2.0]), TypeError, r"xs\[0\]: expected a tensor"),
         (lambda: solve(step, ONES, [torch.ones(3)] * 7), TypeError, r"xs: is a list of 7 tensors.*torch.stack"),
         (lambda: solve(step, ONES, [torch.tensor(1.0)] * 7), ValueError, r"torch.stack"),

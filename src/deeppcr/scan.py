@@ -15,13 +15,14 @@ from torch.utils import _pytree as pytree
 
 from .newton import Loop, Newton
 from .runtime import is_out_of_memory, outside_of_graph, tensors_in
-from .sequence.evaluate import StepError, vmap_over_steps
+from .sequence.evaluate import StepError
 from .sequence.history import Emitting
 from .sequence.kept import writes_of
 from .sequence.layout import describe
 from .sequence.purity import changes_in_place
 from .sequence.riders import DependsOnState, courses
 from .sequence.sequence import find_length
+from .sequence.vmapped import vmap_over_steps
 from .sequence.words import read_backwards
 from .solution import Plan, Result, Solution, first_not_finite, without_iterations
 from .solve import refuse_transforms, solve

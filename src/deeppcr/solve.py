@@ -230,8 +230,13 @@ def refuse_transforms(name: str) -> None:
     """Raise where there are no values to look at."""
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
-            f"{name} cannot be traced by torch.jit.trace: it looks at values to decide when to stop. Use torch.export or torch.compile, "
-            'or mode="sequential" of a module of deeppcr.nn'
+            f"{name} cannot be traced by torch.jit.trace: it looks at values to decide when to stop. Use torch.compile; modules of "
+            'deeppcr.nn can be exported, and traced with mode="sequential"'
+        )
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise RuntimeError(
+            f"{name} cannot run on fake tensors (torch.export, FakeTensorMode), which hold no values to decide by: export the step, or a "
+            "module of deeppcr.nn"
         )
     if in_functorch():
         raise RuntimeError(

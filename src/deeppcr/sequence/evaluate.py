@@ -22,11 +22,7 @@ from ..runtime import as_written, in_functorch, is_out_of_memory, tensors_in
 from ..warned import catching_warnings
 from .forward_mode import pushed_forward
 from .layout import Layout
-
-_functorch = import_module("torch._C._functorch")  # which torch's type stubs leave out
-_load_decompositions = getattr(import_module("torch._functorch.vmap"), "lazy_load_decompositions", None)
-_PARTS = ("_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_vmap_decrement_nesting")
-_HAS_PARTS = _load_decompositions is not None and all(hasattr(_functorch, part) for part in _PARTS)
+from .vmapped import Refusals, vmap_over_steps
 
 #: Raised by PyTorch's transforms where they do not cover an operation; a genuine mistake of the step's has already
 #: shown itself when the first step was called plainly.
@@ -35,7 +31,7 @@ _NO_GRAPH = "does not require grad and does not have a grad_fn"
 _FALLS_BACK = "There is a performance drop"
 #: So begins the note of it.
 TAKEN_APART = "torch.vmap takes"
-_TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
+_TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 
 
 #: PyTorch's forward mode knows one level for the whole process: two threads inside it at once get in each other's way.
@@ -67,27 +63,6 @@ class RandomStep(StepError):
         message: str = "step: draws random numbers; call .eval() where that is dropout, else draw them before the solve and hand them over in xs",
     ):
         super().__init__(message)
-
-
-def vmap_over_steps(function: Callable[..., Any], states: Any, xs: Any) -> Any:
-    """``torch.vmap(function)(states, xs)``, or of the states alone where xs is None.
-
-    Of a call of PyTorch's own, nine tenths go into looking at nests and in_dims; that is longer than most steps take. Where
-    its parts are not what they are today, it is called after all.
-    """
-    if not _HAS_PARTS or _load_decompositions is None:
-        return vmap(function)(states) if xs is None else vmap(function)(states, xs)
-    leaves, spec = pytree.tree_flatten((states,) if xs is None else (states, xs))
-    size = leaves[0].shape[0]
-    _load_decompositions()
-    level = _functorch._vmap_increment_nesting(size, "error")
-    try:
-        batched = [_functorch._add_batch_dim(leaf, 0, level) for leaf in leaves]
-        found, found_spec = pytree.tree_flatten(function(*pytree.tree_unflatten(batched, spec)))
-        found = [_functorch._remove_batch_dim(leaf, level, size, 0) for leaf in found]
-    finally:
-        _functorch._vmap_decrement_nesting()
-    return pytree.tree_unflatten(found, found_spec)
 
 
 def _must_propagate(error: BaseException) -> bool:
@@ -124,6 +99,7 @@ class StepGroup:
         self.derivative: str = "none"
         self.notes: list[str] = []
         self._heard: set[str] = set()
+        self._is_tried = False  # all of its operations have been seen under torch.vmap
         self._falls_back = False  # torch.vmap has no rule for an operation
         self._shares_tangents = True  # where they are the same at every step
         self._usable = list(_DERIVATIVES)
@@ -159,14 +135,26 @@ class StepGroup:
         if self.way == "vmap":
             try:
                 function = self.call if xs is not None else lambda state: self.call(state, None)
-                with self._noting("values"):
-                    return vmap_over_steps(function, previous, xs)
+                seen = None if self._is_tried else Refusals()
+                with self._noting("values"), seen or nullcontext():
+                    found = vmap_over_steps(function, previous, xs)
+                if seen is not None and seen.error is not None:
+                    raise seen.error
+                self._is_tried = True
+                return found
             except _TRANSFORM_ERRORS as error:
                 self._leave_vmap(error)
         if self.way == "rowwise":
             fold = self.fold(xs)
             return fold(previous.flatten(0, 1)).unflatten(0, previous.shape[:2])
-        return torch.stack([self.call(z, x) for z, x in zip(previous, _entries(xs, len(previous)), strict=True)])
+        found = []
+        for z, x in zip(previous, _entries(xs, len(previous)), strict=True):
+            try:
+                found.append(self.call(z, x))
+            except Exception as error:
+                _note_state(error, len(found), len(previous))
+                raise
+        return torch.stack(found)
 
     def push(self, previous: Tensor, tangents: Tensor, index: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Values and Jacobian-vector products.
@@ -224,16 +212,13 @@ class StepGroup:
             first, stride = index.start or 0, index.step or 1
             steps = range(first, first + stride * len(previous), stride)
         with torch.no_grad():
-            for number, (state, step) in enumerate(zip(previous, steps, strict=True), 1):
+            for number, (state, step) in enumerate(zip(previous, steps, strict=True)):
                 try:
                     self.call(state, self.inputs(step))
                 except Exception as error:
                     if "functorch" in str(error):  # of a tensor that the step kept while it was transformed
                         return
-                    error.add_note(
-                        f"deeppcr: the step raised this by itself, at entry {number} of {len(previous)} states that an iteration came to; "
-                        "where the loop does not come to such a state, solver=deeppcr.Loop() takes its steps"
-                    )
+                    _note_state(error, number, len(previous))
                     raise
 
     def push_alone(self, state: Tensor, tangent: Tensor, x: Any) -> Tensor:
@@ -314,6 +299,15 @@ def _entries(xs: Any, count: int) -> list[Any]:
 def entry_of(xs: Any, index: int | slice | list[int] | Tensor) -> Any:
     """What a step, or several, see of a nest of tensors [L, ...]; None where there is none."""
     return None if xs is None else pytree.tree_map(lambda leaf: leaf[index], xs)
+
+
+def _note_state(error: Exception, number: int, count: int) -> None:
+    """Say of what a step raised that it did so by itself, at one of the states [N, ...] of an iteration."""
+    if not isinstance(error, StepError):
+        error.add_note(
+            f"deeppcr: the step raised this by itself, at entry {number + 1} of {count} states that an iteration came to; where the loop "
+            "does not come to such a state, solver=deeppcr.Loop() takes its steps"
+        )
 
 
 def first_line(error: BaseException) -> str:

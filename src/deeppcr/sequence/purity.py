@@ -396,6 +396,11 @@ class AsDifferentiated(AsTransformed):
         # PyTorch's own (of counters of operations, say) look on and change nothing.
         if func is Tensor.register_hook and getattr(args[1], "__module__", None) != "torch.autograd.graph":
             raise StepError(f"step: registers a hook on the gradient of a tensor, {_NOT_CALLED}")
+        if kwargs and kwargs.get("scale_grad_by_freq"):
+            raise StepError(
+                "step: divides gradients by how often an index comes in a call (scale_grad_by_freq), and a backward pass through all steps at "
+                "once has them in one. Switch it off, use solver=Loop(), or torch.no_grad() where no gradient is needed"
+            )
         if func is torch._C._set_grad_enabled and not args[0]:
             self.switches_off = True
         return super().__torch_function__(func, types, args, kwargs)

@@ -17,13 +17,14 @@ from torch.utils import _pytree as pytree
 
 from ..linear.hierarchical import interleave
 from ..runtime import has_tangent, is_capturing, tensors_in, version_of
-from .evaluate import StepError, StepGroup, entry_of, vmap_over_steps
+from .evaluate import RandomStep, StepError, StepGroup, entry_of
 from .history import WithHistory
 from .layout import Layout, hint_of_array, hint_of_batch_first, note_call
 from .purity import AsDifferentiated, AsTransformed, Purity, changes_in_place, refuse_hooked
 from .rows import Rowwise, check_fold, check_rows, differs_from
 from .stack import LISTS, group_callables
 from .trace import Trace
+from .vmapped import vmap_over_steps
 
 
 class Sequence:
@@ -230,6 +231,21 @@ class Sequence:
             if not isinstance(error, StepError):  # which says what it is about
                 note_call(error, index, self.layout.unpack(state), *(() if x is None else (x,)))
             raise
+
+    @torch.no_grad()
+    def repeats(self, index: int) -> bool:
+        """Whether a step gives the same when it is called again, and draws no random numbers as far as torch.vmap tells.
+
+        From the state after the first one: the initial may be zero, of which nothing is dropped.
+        """
+        try:
+            self.values(self.first.unsqueeze(0), range(index, index + 1))
+        except RandomStep:
+            return False
+        except Exception:  # which is not asked for here
+            pass
+        first, *again = (self.step(index, self.first.clone()) for _ in range(4))
+        return all(torch.allclose(first, other, rtol=0, atol=0, equal_nan=True) for other in again)
 
     def inputs(self, index: int) -> Any:
         """What the step function sees of xs at one step."""

@@ -25,7 +25,18 @@ from ..stopping import UpdateTest
 from ..tolerance import Tolerance
 from ..warned import warn
 from .fused import Call, covers, solve_fused
-from .judged import Judged, describe, determined, differentiable, differs, is_no_worse, judge, refused, solution_of
+from .judged import (
+    Judged,
+    describe,
+    determined,
+    differentiable,
+    differs,
+    is_no_worse,
+    judge,
+    refuse_other_alone,
+    refused,
+    solution_of,
+)
 from .looped import Given, by_loop
 from .passes import why_not_joined
 
@@ -230,7 +241,9 @@ def _in_parallel(
         outcome = iteration.run(solver, sequence, start, plan)
     sequence.check_purity()  # before it is judged what came out
     plan.derivative = solver.jacobian.name or sequence.derivative
-    judged = determined(judge(sequence, outcome, solver, differentiated=not through), solver, plan)
+    judged = judge(sequence, outcome, solver, differentiated=not through)
+    refuse_other_alone(sequence, judged, solver)
+    judged = determined(judged, solver, plan)
     if any(result.failed or result is Result.UNCERTIFIED for result in judged.results):
         if on_failure != "loop":
             judged = replace(judged, outcome=_locate_non_finite(sequence, judged.outcome, plan.chunk))

@@ -15,6 +15,7 @@ from ..newton.iteration import Outcome
 from ..sequence import Sequence
 from ..sequence.evaluate import StepError
 from ..sequence.layout import Layout
+from ..sequence.rows import bear_out
 from ..sequence.trace import coarser_products
 from ..sequence.words import in_words
 from ..solution import Plan, Result, Solution, worst_of
@@ -22,6 +23,8 @@ from ..tolerance import measure
 from .fused import Call, attach_fused
 
 _Adjoint = TypeVar("_Adjoint")
+#: So many steps of a solve are taken by themselves, too.
+_ALONE = 8
 
 
 class CoarseStep(StepError):
@@ -79,6 +82,24 @@ def _measured(
             exact = (values == states).all(-1).long().cumprod(0).sum(0)  # steps that follow from the initial state
             outcome = without_derivative(outcome, drifts & ~true, exact)
     return Judged(outcome, residual, adjoint)
+
+
+@torch.no_grad()
+def refuse_other_alone(sequence: Sequence, judged: Judged[Adjoint], solver: Newton) -> None:
+    """Raise where some steps, each by itself as in the loop, do not give the states that all of them at once have borne out: a step may
+    catch the error of an operation that one of the others made fail, say, and go on otherwise."""
+    outcome, layout = judged.outcome, sequence.layout
+    claimed = torch.tensor([not result.failed for result in outcome.results], device=layout.device)
+    if not solver.stop.promises or sequence.evaluation == "loop" or not claimed.any():
+        return
+    tolerance, states = solver.tolerance(layout.dtype), outcome.states.detach()
+    coarse = replace(tolerance, rtol=max(tolerance.rtol, torch.finfo(layout.dtype).eps ** 0.5))
+    places = {0, sequence.length - 1, *(int(sequence.length * (0.618034 * n % 1)) for n in range(1, _ALONE - 1))}
+    held = bear_out(sequence.step, sequence.initial.detach(), states, places, coarse)
+    if (claimed & ~held).any():
+        error = differs(sequence)
+        if not isinstance(error, CoarseStep):  # whose roundings the caller has asked for
+            raise error
 
 
 def drifting(outcome: Outcome, solver: Newton, drift: Tensor) -> Tensor:
@@ -149,7 +170,8 @@ def differs(sequence: Sequence) -> StepError:
             f"tolerance to what it can hold, about Newton(atol={rounding:.0e}, rtol={rounding:.0e})"
         )
     return StepError(
-        f"{what}it is random, keeps a state of its own, or its rows influence each other; deeppcr.check(step, z0, xs) tells which"
+        f"{what}it is random, keeps a state of its own, its rows influence each other, or it catches an error that several steps at once "
+        "raise and one does not. deeppcr.check(step, z0, xs) may tell which; solver=deeppcr.Loop() takes them one by one"
     )
 
 

@@ -14,25 +14,35 @@ from torch.utils import _pytree as pytree
 from ..gradient import Adjoint, Implicit
 from ..newton import USUAL, Loop, Newton
 from ..newton.guess import RepeatInitial
-from ..runtime import has_tangent, is_capturing, is_out_of_memory, random_state, version_of
+from ..runtime import (
+    has_hooks_of_saved_tensors,
+    has_tangent,
+    is_capturing,
+    is_out_of_memory,
+    random_state,
+    version_of,
+)
 from ..sequence import Sequence
 from ..sequence.bare import BareLoop
 from ..sequence.evaluate import RandomStep, StepError, first_line
 from ..sequence.history import Emitting, WithHistory
 from ..sequence.kept import KeptStates
 from ..sequence.layout import Layout, not_finite_in, refuse_not_finite
-from ..sequence.purity import watch
+from ..sequence.purity import SideEffect, watch
 from ..sequence.rows import find_influence
 from ..sequence.stack import LISTS
 from ..solution import Result, Solution
 from ..warned import muted, warn
 from .fused import Call, solve_fused
 from .given import solve_by
-from .judged import CoarseStep
 from .looped import Given, of_loop
 from .plan import Probe, Record, Way, record_of
 
 _FROM_INITIAL = RepeatInitial()
+_COMPUTED_AGAIN = (
+    "one step after the other: hooks around the solve see what is saved for the backward pass (torch.utils.checkpoint, save_on_cpu), and may "
+    "compute it again. solver=Newton(), which saves no more than the states, goes with them"
+)
 
 
 def can_be_planned(call: Call) -> bool:
@@ -77,7 +87,9 @@ def is_refused(call: Call, record: Record) -> bool:
             return True
         few = range(min(2, sequence.length))
         try:
-            sequence.push(initial.expand(len(few), -1, -1), torch.ones_like(initial)[None, None], few)
+            start = initial.expand(len(few), -1, -1)
+            sequence.values(start, few)
+            sequence.push(start, torch.ones_like(initial)[None, None], few)
         except Exception as error:  # the loop takes such steps, and raises what is wrong with them there, too
             why = f"steps cannot be differentiated at once ({first_line(error)})"
             record.bar("newton", why, for_good=not is_out_of_memory(error))  # there may be room another time
@@ -121,7 +133,8 @@ class Planned:
 
     def solve(self) -> Solution:
         call = self.call
-        if not call.has_kernels and call.fused is None and self.record.is_worth_kernels(again=True):
+        unmade = not call.has_kernels and call.fused is None and not self._is_computed_again
+        if unmade and self.record.is_worth_kernels(again=True):
             call.make()
         if call.has_kernels:
             found = self._by_kernels()
@@ -133,6 +146,10 @@ class Planned:
             refuse_not_finite(call.z0, infinities=True)
             found = self._by(Loop())
             found.plan.note(f"one step after the other: z0 holds {held}")
+            return found
+        if self._is_computed_again:  # by the same way, whatever was learned of the kind meanwhile
+            found = self._by_python()
+            found.plan.note(_COMPUTED_AGAIN)
             return found
         way, why = self.record.choose()
         if way in ("newton", "graph") and is_refused(call, self.record):
@@ -159,6 +176,10 @@ class Planned:
         call = self.call
         return record_of(call.key, call.sizes, call.states[0].device, call.differentiated, lambda: call.relation)
 
+    @cached_property
+    def _is_computed_again(self) -> bool:
+        return self.call.differentiated and has_hooks_of_saved_tensors()
+
     def _by_kernels(self) -> Solution | None:
         found = solve_fused(self.call, USUAL, None, every=self.call.every)
         if isinstance(found, str):
@@ -181,11 +202,17 @@ class Planned:
                 most = self.record.most_iterations(USUAL.max_iterations)
                 newton = USUAL if most == USUAL.max_iterations else replace(USUAL, max_iterations=most)
                 found = self.record.timed("newton", lambda: self._by(newton))
-            except (CoarseStep, NoGradient) as error:
-                self.record.bar("newton", str(error))
+            except SideEffect as error:  # of a later module of a list: it is not put back, and has to be heard of
+                self.record.only_loop = str(error)
+                raise
+            except Exception as error:  # if it is not of states where no loop comes, the loop will raise it
+                why = str(error).partition("\n")[0]
+                self.record.bar("newton", why)
                 if isinstance(error, NoGradient):
-                    self.record.bar("graph", str(error))  # which has the same
-                return self._by_python(instead_of="newton")
+                    self.record.bar("graph", why)  # which has the same
+                found = None
+        if found is None:  # out here, where what did not work takes no memory any more
+            return self._by_python(instead_of="newton")
         if found.result is Result.NON_FINITE:  # as the loop would have told
             warn(found.description)
         elif found.result not in (Result.CONVERGED, Result.PRECISION_FLOOR):
@@ -235,6 +262,14 @@ class Planned:
             return replace(found, outputs=loop.outputs) if isinstance(call.given[0], Emitting) else found
         return self._by_python()  # out here, so that its error does not come with the first one
 
+    def _repeats(self) -> bool:
+        """Whether steps give the same again, where random numbers were drawn meanwhile: by another thread, that is, or to no effect."""
+        call, (step, xs) = self.call, self.call.given
+        try:
+            return Sequence(step, call.z0, xs, length=call.given_length, batch_dims=call.batch_dims).repeats(1)
+        except StepError as error:
+            return not isinstance(error, RandomStep)
+
     def _goes_through(self, loop: BareLoop, layout: Layout, probe: Probe | None) -> bool:
         """Whether the loop came to its end."""
         call, step = self.call, self.call.given[0]
@@ -251,7 +286,7 @@ class Planned:
             drawn = random_state(layout.device)
             changed = None if isinstance(step, LISTS) else watch(step)
             z = loop.advance(z, 1, probe.gives_up)
-            if not torch.equal(drawn, random_state(layout.device)):
+            if not torch.equal(drawn, random_state(layout.device)) and not self._repeats():
                 raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
             if changed is not None and (left := changed()) is not None:
                 # It would be left otherwise than by the loop, if steps were not taken once each.
