@@ -219,6 +219,7 @@ def test_random_numbers_of_another_thread_are_not_the_steps(device, monkeypatch)
     deeppcr.clear_caches()
     with pytest.raises(StepError, match="draws random numbers"):
         deeppcr.solve(lambda z, x: dropout(torch.tanh(z)) + x, z0, xs)
+    assert [finding.kind for finding in deeppcr.check(dropout, z0, length=9)] == ["random"]  # where all is zero, too
 
 
 def test_what_transforms_do_not_know_is_told(device):
