@@ -143,7 +143,7 @@ def _repeatability(sequence: Sequence, looked_at: list[int], states: list[Tensor
         first = sequence.step(index, state)
         drew = not torch.equal(random_before, random_state(state.device))
         second = sequence.step(index, state)
-        if drew and not sequence.repeats(index):  # else another thread did
+        if drew and sequence.draws(index):  # else another thread did
             yield Finding(
                 "random",
                 f"step {index + 1} draws random numbers (dropout in train mode?). Draw them before the solve and pass them in xs, or "

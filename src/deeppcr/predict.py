@@ -193,7 +193,7 @@ def _predicted(call: Call) -> Prediction:
     layout, steps = sequence.layout, sequence.length
     chunk, drawn = Newton().choose_chunk(sequence, Plan()), random_state(layout.device)
     step_seconds = _time_of_step(sequence)
-    if steps > 1 and not torch.equal(drawn, random_state(layout.device)) and not sequence.repeats(1):
+    if steps > 1 and not torch.equal(drawn, random_state(layout.device)) and sequence.draws(1):
         raise RandomStep
     known = record_of(call.key, call.sizes, layout.device, call.differentiated)
     loop = known.seconds.get("loop", steps * step_seconds)

@@ -6,7 +6,6 @@ Shapes: L steps (or n chunks), B rows, D the packed state.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -248,34 +247,28 @@ def measure(values: Tensor, states: Tensor, initial: Tensor, tolerance: Toleranc
     return Measured(residual, held, drift.amax(-1))
 
 
-def bears_out(
-    values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance, places: Sequence[int] | None = None
-) -> Tensor:
+def bears_out(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> Tensor:
     """[B]: whether steps that give ``values`` bear out states [n, B, D] that were found otherwise.
 
     A row may stop being finite where its step says so too, and nothing is asked of it from there on.
 
     Args:
         initial: [B, D], the size of what came before; rows of it that are not finite stopped there
-        places: which of the states are given by ``values``; None: all of them
     """
-    at = slice(None) if places is None else torch.tensor(places, device=states.device)
-    off, allowed = misses(values, states, initial, tolerance, at)
+    off, allowed = misses(values, states, initial, tolerance)
     finite, given = torch.isfinite(torch.cat([initial.unsqueeze(0), states])).all(-1), torch.isfinite(values).all(-1)
-    begun = finite[:-1].cummin(0).values[at]
+    begun = finite[:-1].cummin(0).values
     # Beside an infinite state any miss would be allowed.
-    held = torch.where(finite[1:][at] & given, (off <= allowed).all(-1), finite[1:][at] == given)
+    held = torch.where(finite[1:] & given, (off <= allowed).all(-1), finite[1:] == given)
     return (held | ~begun).all(0)
 
 
-def misses(
-    values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance, at: slice | Tensor = slice(None)
-) -> tuple[Tensor, Tensor]:
-    """By how much steps that give ``values`` miss the states there, and what is allowed: as ``values`` each."""
-    allowed = tolerance.scale(states, initial)[at]
+def misses(values: Tensor, states: Tensor, initial: Tensor, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
+    """By how much steps that give ``values`` miss states, and what is allowed: [n, B, D] each."""
+    allowed = tolerance.scale(states, initial)
     torch.maximum(allowed, values.abs(), out=allowed)
     allowed.mul_(_missed_part(tolerance, states.dtype)).add_(10 * tolerance.atol)
-    return (values - states[at]).abs_(), allowed
+    return (values - states).abs_(), allowed
 
 
 def _missed_part(tolerance: Tolerance, dtype: torch.dtype) -> float:

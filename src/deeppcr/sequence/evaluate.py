@@ -31,7 +31,7 @@ _NO_GRAPH = "does not require grad and does not have a grad_fn"
 _FALLS_BACK = "There is a performance drop"
 #: So begins the note of it.
 TAKEN_APART = "torch.vmap takes"
-_TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+TRANSFORM_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 
 
 #: PyTorch's forward mode knows one level for the whole process: two threads inside it at once get in each other's way.
@@ -138,11 +138,11 @@ class StepGroup:
                 seen = None if self._is_tried else Refusals()
                 with self._noting("values"), seen or nullcontext():
                     found = vmap_over_steps(function, previous, xs)
-                if seen is not None and seen.error is not None:
-                    raise seen.error
+                if seen is not None and seen.last is not None:
+                    raise RuntimeError(seen.last)
                 self._is_tried = True
                 return found
-            except _TRANSFORM_ERRORS as error:
+            except TRANSFORM_ERRORS as error:
                 self._leave_vmap(error)
         if self.way == "rowwise":
             fold = self.fold(xs)
@@ -181,7 +181,7 @@ class StepGroup:
                         values, pushed = self._push_loop(previous, tangents, xs)
                 # Forward mode promotes the tangents of tensors without dimensions that a Python number scales.
                 return values, pushed.to(values.dtype)
-            except _TRANSFORM_ERRORS as error:
+            except TRANSFORM_ERRORS as error:
                 if _must_propagate(error):
                     raise
                 if self.way == "vmap" and tangents.shape[0] == 1 and self._shares_tangents:

@@ -344,6 +344,8 @@ _NOT_CALLED = (
 )
 
 
+#: Fourth of their arguments is whether gradients are divided by the frequency of an index.
+_TABLES = (torch.embedding, torch.embedding_bag)
 #: What an assignment comes to.
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 #: Raised by PyTorch inside of ``AsDifferentiated``.
@@ -396,7 +398,8 @@ class AsDifferentiated(AsTransformed):
         # PyTorch's own (of counters of operations, say) look on and change nothing.
         if func is Tensor.register_hook and getattr(args[1], "__module__", None) != "torch.autograd.graph":
             raise StepError(f"step: registers a hook on the gradient of a tensor, {_NOT_CALLED}")
-        if kwargs and kwargs.get("scale_grad_by_freq"):
+        by_frequency = (kwargs or {}).get("scale_grad_by_freq") or (func in _TABLES and args[3:4] == (True,))
+        if by_frequency and any(isinstance(each, Tensor) and each.requires_grad for each in args):
             raise StepError(
                 "step: divides gradients by how often an index comes in a call (scale_grad_by_freq), and a backward pass through all steps at "
                 "once has them in one. Switch it off, use solver=Loop(), or torch.no_grad() where no gradient is needed"

@@ -5,7 +5,7 @@ Shapes: L steps, B rows, D the packed state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..runtime import is_out_of_memory
-from ..tolerance import Tolerance, bears_out
 from .evaluate import StepError, StepGroup
 from .layout import Layout, describe
 
@@ -40,20 +39,6 @@ def sizes_of(rows: Tensor) -> Tensor:
 def rounding_of(layout: Layout) -> float:
     """What rounding may change in a step of values up to 1, which depends on how many rows there are."""
     return 100 * torch.finfo(layout.dtype).eps * max(1.0, layout.width**0.5)
-
-
-def bear_out(
-    step: Callable[[int, Tensor], Tensor], initial: Tensor, states: Tensor, places: Iterable[int], tolerance: Tolerance
-) -> Tensor:
-    """[B]: whether steps as the loop takes them, each by itself, give the states at some places.
-
-    Args:
-        step: from its place and the state before it to the state after it, [B, D] to [B, D]
-        initial, states: [B, D] and [L, B, D]
-    """
-    places = sorted(places)
-    values = torch.stack([step(at, states[at - 1] if at else initial) for at in places])
-    return bears_out(values, states, initial, tolerance, places)
 
 
 def find_influence(step: Callable[[Tensor], Tensor], state: Tensor, layout: Layout) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..linear.hierarchical import interleave
-from ..runtime import has_tangent, is_capturing, tensors_in, version_of
+from ..runtime import has_tangent, is_capturing, random_state, tensors_in, version_of
 from .evaluate import RandomStep, StepError, StepGroup, entry_of
 from .history import WithHistory
 from .layout import Layout, hint_of_array, hint_of_batch_first, note_call
@@ -233,19 +233,24 @@ class Sequence:
             raise
 
     @torch.no_grad()
-    def repeats(self, index: int) -> bool:
-        """Whether a step gives the same when it is called again, and draws no random numbers as far as torch.vmap tells.
-
-        From the state after the first one: the initial may be zero, of which nothing is dropped.
-        """
+    def draws(self, index: int) -> bool:
+        """Whether a step draws PyTorch's random numbers: torch.vmap tells. Where that does not cover the step, whether somebody drew some in
+        each of a few calls, which another thread hardly does."""
+        start, device = self.first, self.layout.device
         try:
-            self.values(self.first.unsqueeze(0), range(index, index + 1))
+            self.values(start.unsqueeze(0), range(index, index + 1))
         except RandomStep:
-            return False
+            return True
         except Exception:  # which is not asked for here
             pass
-        first, *again = (self.step(index, self.first.clone()) for _ in range(4))
-        return all(torch.allclose(first, other, rtol=0, atol=0, equal_nan=True) for other in again)
+        if self._group_of(index)[0].way == "vmap":
+            return False
+        for _ in range(4):
+            before = random_state(device)
+            self.step(index, start.clone())
+            if torch.equal(before, random_state(device)):
+                return False
+        return True
 
     def inputs(self, index: int) -> Any:
         """What the step function sees of xs at one step."""

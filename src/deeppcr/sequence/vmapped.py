@@ -41,15 +41,15 @@ class Refusals(TorchFunctionMode):
     """Hears of what torch.vmap does not do, where the step catches that itself: it would do the same at every step, and not what the loop does.
 
     Attributes:
-        error: the last one
+        last: what it said
     """
 
-    error: RuntimeError | None = None
+    last: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return func(*args, **(kwargs or {}))
         except RuntimeError as error:
             if str(error).startswith("vmap:"):
-                self.error = error
+                self.last = str(error)
             raise

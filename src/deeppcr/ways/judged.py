@@ -15,7 +15,7 @@ from ..newton.iteration import Outcome
 from ..sequence import Sequence
 from ..sequence.evaluate import StepError
 from ..sequence.layout import Layout
-from ..sequence.rows import bear_out
+from ..sequence.rows import rows_that_differ
 from ..sequence.trace import coarser_products
 from ..sequence.words import in_words
 from ..solution import Plan, Result, Solution, worst_of
@@ -23,7 +23,7 @@ from ..tolerance import measure
 from .fused import Call, attach_fused
 
 _Adjoint = TypeVar("_Adjoint")
-#: So many steps of a solve are taken by themselves, too.
+#: So many steps of a solve are taken by themselves, too, at most.
 _ALONE = 8
 
 
@@ -88,15 +88,19 @@ def _measured(
 def refuse_other_alone(sequence: Sequence, judged: Judged[Adjoint], solver: Newton) -> None:
     """Raise where some steps, each by itself as in the loop, do not give the states that all of them at once have borne out: a step may
     catch the error of an operation that one of the others made fail, say, and go on otherwise."""
-    outcome, layout = judged.outcome, sequence.layout
+    outcome, layout, length = judged.outcome, sequence.layout, sequence.length
     claimed = torch.tensor([not result.failed for result in outcome.results], device=layout.device)
     if not solver.stop.promises or sequence.evaluation == "loop" or not claimed.any():
         return
-    tolerance, states = solver.tolerance(layout.dtype), outcome.states.detach()
-    coarse = replace(tolerance, rtol=max(tolerance.rtol, torch.finfo(layout.dtype).eps ** 0.5))
-    places = {0, sequence.length - 1, *(int(sequence.length * (0.618034 * n % 1)) for n in range(1, _ALONE - 1))}
-    held = bear_out(sequence.step, sequence.initial.detach(), states, places, coarse)
-    if (claimed & ~held).any():
+    states, initial = outcome.states.detach(), sequence.initial.detach()
+    count = min(_ALONE, 3 + length // 16)  # of few steps, to take many again would take long
+    places = sorted({0, length - 1, *(int(length * (0.618034 * n % 1)) for n in range(1, count - 1))})
+    alone = torch.stack([sequence.step(at, states[at - 1] if at else initial) for at in places])
+    # Rounding depends on what stands beside a step: in products that is a part of the largest number, and of numbers that cancel all of it.
+    tolerance, eps = solver.tolerance(layout.dtype), torch.finfo(layout.dtype).eps
+    sizes = torch.maximum(states.abs().amax(0), initial.abs())
+    allowed = 10 * (tolerance.atol + max(tolerance.rtol, eps**0.5) * sizes) + 1000 * eps * sizes.amax(-1, keepdim=True)
+    if (claimed & rows_that_differ(alone, states[places], allowed).any(0)).any():
         error = differs(sequence)
         if not isinstance(error, CoarseStep):  # whose roundings the caller has asked for
             raise error

@@ -24,7 +24,7 @@ from ..runtime import (
 )
 from ..sequence import Sequence
 from ..sequence.bare import BareLoop
-from ..sequence.evaluate import RandomStep, StepError, first_line
+from ..sequence.evaluate import TRANSFORM_ERRORS, RandomStep, StepError, first_line
 from ..sequence.history import Emitting, WithHistory
 from ..sequence.kept import KeptStates
 from ..sequence.layout import Layout, not_finite_in, refuse_not_finite
@@ -205,7 +205,7 @@ class Planned:
             except SideEffect as error:  # of a later module of a list: it is not put back, and has to be heard of
                 self.record.only_loop = str(error)
                 raise
-            except Exception as error:  # if it is not of states where no loop comes, the loop will raise it
+            except TRANSFORM_ERRORS as error:  # if it is not of states where no loop comes, the loop will raise it
                 why = str(error).partition("\n")[0]
                 self.record.bar("newton", why)
                 if isinstance(error, NoGradient):
@@ -262,13 +262,13 @@ class Planned:
             return replace(found, outputs=loop.outputs) if isinstance(call.given[0], Emitting) else found
         return self._by_python()  # out here, so that its error does not come with the first one
 
-    def _repeats(self) -> bool:
-        """Whether steps give the same again, where random numbers were drawn meanwhile: by another thread, that is, or to no effect."""
+    def _draws(self) -> bool:
+        """Whether it is the step that draws random numbers, and no other thread."""
         call, (step, xs) = self.call, self.call.given
         try:
-            return Sequence(step, call.z0, xs, length=call.given_length, batch_dims=call.batch_dims).repeats(1)
+            return Sequence(step, call.z0, xs, length=call.given_length, batch_dims=call.batch_dims).draws(1)
         except StepError as error:
-            return not isinstance(error, RandomStep)
+            return isinstance(error, RandomStep)
 
     def _goes_through(self, loop: BareLoop, layout: Layout, probe: Probe | None) -> bool:
         """Whether the loop came to its end."""
@@ -286,7 +286,7 @@ class Planned:
             drawn = random_state(layout.device)
             changed = None if isinstance(step, LISTS) else watch(step)
             z = loop.advance(z, 1, probe.gives_up)
-            if not torch.equal(drawn, random_state(layout.device)) and not self._repeats():
+            if not torch.equal(drawn, random_state(layout.device)) and self._draws():
                 raise RandomStep  # as by Newton's method: else a loop would be refused because it has become longer
             if changed is not None and (left := changed()) is not None:
                 # It would be left otherwise than by the loop, if steps were not taken once each.
