@@ -7,11 +7,19 @@ import pytest
 import torch
 
 from deeppcr import runtime
-from deeppcr.ways import plan
+from deeppcr.ways import fused, plan
 from quicker import quick_interpreter
 from scripts import dry_run, precision
 
-__all__ = ["dry_run", "nothing_is_cold", "precision", "quick_interpreter", "sources_of_their_own", "without_kernels"]
+__all__ = [
+    "dry_run",
+    "impatient",
+    "nothing_is_cold",
+    "precision",
+    "quick_interpreter",
+    "sources_of_their_own",
+    "without_kernels",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +39,18 @@ def whole_float32():
 def without_kernels(monkeypatch):
     """Steps have none, on a GPU either: where earlier runs have left compiled ones, first calls would take them."""
     monkeypatch.setattr(runtime, "KERNEL_DEVICES", set())
+
+
+@pytest.fixture
+def impatient(without_kernels, monkeypatch, device):
+    """Every loop is long enough to try other ways, of which nothing is known, and a parallel solve is expected to pay."""
+    monkeypatch.setitem(plan._WORTH_NEWTON, device.type, 0.0)
+    monkeypatch.setitem(plan._OPERATION, device.type, (1.0, 0.0, 0.0))
+    plan.forget_records()
+    fused.forget_kernels()
+    yield
+    plan.forget_records()
+    fused.forget_kernels()
 
 
 @pytest.fixture(autouse=True, scope="session")

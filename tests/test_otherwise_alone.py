@@ -16,22 +16,10 @@ from deeppcr.newton import iteration
 from deeppcr.runtime import in_functorch
 from deeppcr.sequence.evaluate import StepError
 from deeppcr.sequence.purity import SideEffect
-from deeppcr.ways import fused, plan, planned
+from deeppcr.ways import plan, planned
 from problems import plain_loop
 
 LENGTH = 60
-
-
-@pytest.fixture
-def every_loop_is_long(without_kernels, monkeypatch, device):
-    """Long enough to try a parallel solve by default."""
-    monkeypatch.setitem(plan._WORTH_NEWTON, device.type, 0.0)
-    monkeypatch.setitem(plan._OPERATION, device.type, (1.0, 0.0, 0.0))
-    plan.forget_records()
-    fused.forget_kernels()
-    yield
-    plan.forget_records()
-    fused.forget_kernels()
 
 
 def factor(matrix):
@@ -74,7 +62,7 @@ def problem(name, device):
 
 
 @pytest.mark.parametrize("name", ["factor", "normed", "rare"])
-@pytest.mark.usefixtures("every_loop_is_long")
+@pytest.mark.usefixtures("impatient")
 def test_an_error_that_a_step_catches_leads_to_the_loop(name, device):
     step, z0, xs = problem(name, device)
     for _ in range(3):
@@ -148,7 +136,7 @@ def test_numbers_that_cancel_but_for_rounding_are_no_other_result(seed, device):
     torch.testing.assert_close(found.states, plain_loop(step, torch.zeros_like(xs[0]), xs))
 
 
-@pytest.mark.usefixtures("every_loop_is_long")
+@pytest.mark.usefixtures("impatient")
 def test_what_a_step_raises_where_no_loop_comes(device):
     """The root of z is defined where z > 0, as it is in the loop; updates of Newton's method overshoot."""
     torch.manual_seed(0)
@@ -168,7 +156,7 @@ def test_what_a_step_raises_where_no_loop_comes(device):
     assert "the step raised this by itself, at entry" in str(caught.value.__notes__)
 
 
-@pytest.mark.usefixtures("every_loop_is_long")
+@pytest.mark.usefixtures("impatient")
 def test_a_parallel_solve_without_room_for_it_is_left_to_the_loop(device, monkeypatch):
     step, z0, xs = (
         lambda z, x: torch.tanh(z) + x,
@@ -187,7 +175,7 @@ def test_a_parallel_solve_without_room_for_it_is_left_to_the_loop(device, monkey
     assert "newton" in record.barred
 
 
-@pytest.mark.usefixtures("every_loop_is_long")
+@pytest.mark.usefixtures("impatient")
 def test_a_later_module_that_keeps_something_is_told_once(device):
     """It is not put back."""
     layers = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh()).to(device).eval() for _ in range(LENGTH)]
@@ -199,7 +187,7 @@ def test_a_later_module_that_keeps_something_is_told_once(device):
         assert deeppcr.solve(layers, z0).result is Result.LOOP
 
 
-@pytest.mark.usefixtures("every_loop_is_long")
+@pytest.mark.usefixtures("impatient")
 def test_inside_of_a_checkpoint_the_way_stays(device):
     w = torch.tensor(0.7, dtype=torch.float64, device=device, requires_grad=True)
     step, z0 = lambda z, x: torch.tanh(w * z) + x, torch.zeros(1, 2, dtype=torch.float64, device=device)
@@ -227,7 +215,7 @@ def test_inside_of_a_checkpoint_the_way_stays(device):
         assert deeppcr.solve(step, z0, xs).result is Result.CONVERGED
 
 
-@pytest.mark.usefixtures("every_loop_is_long")
+@pytest.mark.usefixtures("impatient")
 def test_gradients_that_count_how_often_an_index_comes(device):
     torch.manual_seed(0)
     table = nn.Embedding(8, 2, scale_grad_by_freq=True, dtype=torch.float64, device=device)
@@ -285,7 +273,7 @@ def test_a_random_step_that_vmap_does_not_cover_is_told_every_time(device):
     assert [finding.kind for finding in deeppcr.check(step, z0, xs)] == ["random"]
 
 
-@pytest.mark.usefixtures("every_loop_is_long")
+@pytest.mark.usefixtures("impatient")
 def test_what_is_not_of_the_solve_comes_through(device, monkeypatch):
     """As what a handler of signals raises."""
 

@@ -33,13 +33,6 @@ def nothing_is_known(without_kernels):
     fused.forget_kernels()
 
 
-@pytest.fixture
-def impatient(monkeypatch, device):
-    """Every loop is long enough to try other ways, and a parallel solve is expected to pay."""
-    monkeypatch.setitem(plan._WORTH_NEWTON, device.type, 0.0)
-    monkeypatch.setitem(plan._OPERATION, device.type, (1.0, 0.0, 0.0))
-
-
 def problem(device, length=40):
     z0, xs = (torch.randn(*shape, dtype=torch.float64, device=device) for shape in ((2, 3), (length, 2, 3)))
     weight = torch.randn(3, 3, dtype=torch.float64, device=device) / 3

@@ -7,24 +7,13 @@ from torch.utils.checkpoint import checkpoint
 import deeppcr
 from deeppcr import Newton, Result, gradient
 from deeppcr.sequence.evaluate import StepError
-from deeppcr.ways import fused, plan
+from deeppcr.ways import plan
 from problems import plain_loop
 
+pytestmark = pytest.mark.usefixtures("impatient")
 LENGTH = 60
 # Before PyTorch 2.13 a checkpoint calls a function without vmap even where nothing is differentiated.
 ALWAYS_SAVES = hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
-
-
-@pytest.fixture(autouse=True)
-def every_loop_is_long(without_kernels, monkeypatch, device):
-    """Long enough to try other ways, of which none is known, and without kernels."""
-    monkeypatch.setitem(plan._WORTH_NEWTON, device.type, 0.0)
-    monkeypatch.setitem(plan._OPERATION, device.type, (1.0, 0.0, 0.0))
-    plan.forget_records()
-    fused.forget_kernels()
-    yield
-    plan.forget_records()
-    fused.forget_kernels()
 
 
 class Clipped(torch.autograd.Function):

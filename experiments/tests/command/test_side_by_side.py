@@ -312,7 +312,6 @@ class Running:
             return "--multiprocessing-fork" in reads(number, "cmdline") and "sklearn" in reads(number, "maps")
 
         wait_for(lambda: sum(map(trains, self.children())) == count)
-        time.sleep(2)
         return self.children()
 
     def end(self, how=0):
@@ -343,6 +342,7 @@ def test_a_training_that_is_interrupted_is_kept(tmp_path):
 def test_nobody_is_left_behind_and_a_training_goes_on_where_it_was(tmp_path):
     running = Running(tmp_path, "--jobs", "2", counts="1,3")
     children = running.wait_until(2)
+    time.sleep(2)  # in which they go on
     running.end(signal.SIGKILL)
     wait_for(lambda: not any(map(is_running, children)))
     killed = steps(tmp_path)
@@ -351,6 +351,7 @@ def test_nobody_is_left_behind_and_a_training_goes_on_where_it_was(tmp_path):
 
     running = Running(tmp_path, "--jobs", "2", counts="1,3")
     children = running.wait_until(2)
+    time.sleep(2)  # in which they go on
     os.kill(children[-1], signal.SIGKILL)
     running.end(signal.SIGINT)
     first = steps(tmp_path)
